@@ -1,0 +1,1 @@
+"""posx: an experiment runner for length extrapolation of positional encodings."""

@@ -1,0 +1,265 @@
+"""Run folders in and out: the only module that touches files of a run.
+
+    <results>/runs/<task>/<scheme>/seed<k>-<hash8>/
+        config.yaml        resolved and complete: rebuilds the model without today's yaml files
+        run.json           status, versions, machine, counts
+        train.csv          one row a logging interval
+        eval.csv           one row an (extension, length)
+        model.safetensors  the weights, once training has ended
+        state.pt           optimizer, step and everything a resumed run needs
+
+Every file is written under a temporary name, flushed and renamed, so a reader sees the old file or
+the new one and a full disk loses neither.
+"""
+
+import io
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+from posx.errors import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import Tensor
+
+SCHEMA = 1  # of the run folder; part of the hash, so a change of meaning never mixes with old runs
+
+# What each column means; `posx show RUN` prints these.
+TRAIN_COLUMNS = {
+    "step": "optimizer steps done",
+    "tokens": "tokens seen",
+    "loss": "mean training loss since the row before, nats a token, summed over its digits",
+    "token_acc": "token accuracy at train_len on fresh in-range sequences",
+    "tail_acc": "the same over the last tenth of the answer",
+    "exact_match": "share of those sequences with every answer token and EOS right",
+    "lr": "learning rate as a fraction of its peak",
+    "grad_norm": "mean gradient norm before clipping since the row before",
+    "tokens_per_s": "training tokens a second since the row before",
+}
+EVAL_COLUMNS = {
+    "scheme": "name of the trained scheme",
+    "extension": "training-free change applied for this evaluation; none without",
+    "task": "name of the task",
+    "seed": "seed of the weights",
+    "train_len": "longest training sequence, tokens",
+    "length": "evaluated sequence length, tokens (special tokens included)",
+    "items": "payload symbols at that length",
+    "sequences": "sequences evaluated",
+    "computes": "whether the forward pass finished within the budget with finite logits",
+    "status": "ok, out_of_range, over_memory, over_time, non_finite or error",
+    "reason": "why it did not compute",
+    "token_acc": "teacher-forced token accuracy over the payload of the answer",
+    "token_acc_lo": "lower end of its 95 % interval",
+    "token_acc_hi": "upper end of its 95 % interval",
+    "exact_match": "share of sequences with every answer token and EOS right",
+    "exact_match_lo": "lower end of its 95 % Wilson interval",
+    "exact_match_hi": "upper end of its 95 % Wilson interval",
+    "first_error": "mean share of the answer that is right before the first mistake",
+    "acc_in": "token accuracy at output indices that training reached",
+    "acc_out": "token accuracy at output indices beyond those",
+    "loss": "mean loss, nats a token, summed over its digits",
+    "chance": "token accuracy of the task's baseline at this length",
+    "skill": "(token_acc - chance) / (1 - chance)",
+    "verdict": "cannot, untrained, performs, degrades or fails",
+    "generated_acc": "token accuracy of free-running greedy generation (--generate)",
+    "overlap": "evaluation sequences at train_len or below that training may have drawn too",
+    "seconds": "wall seconds of the forward passes",
+    "tokens_per_s": "tokens a second of those",
+    "peak_mb": "peak memory above the start, MiB",
+    "attention_entropy": "mean entropy of the last layer's attention rows, nats",
+    "path": "how attention was computed",
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run folder."""
+
+    folder: Path
+
+    def __str__(self) -> str:
+        return str(self.folder)
+
+    # -- the record ------------------------------------------------------------------------------
+
+    def record(self) -> dict[str, Any]:
+        """run.json as a dict.
+
+        Raises:
+            UserError: missing, unreadable, or not a run of posx.
+        """
+        path = self.folder / "run.json"
+        try:
+            record = json.loads(path.read_text("utf-8"))
+        except FileNotFoundError:
+            raise UserError(f"{self.folder} is not a run folder: it has no run.json") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}); move the folder away") from None
+        if not isinstance(record, dict) or "status" not in record or "schema" not in record:
+            raise UserError(f"{path} was not written by posx; move the folder away")
+        if record["schema"] != SCHEMA:
+            raise UserError(
+                f"{path} has schema {record['schema']}, this posx reads {SCHEMA}: train it again"
+            )
+        return record
+
+    def write_record(self, record: Mapping[str, Any]) -> None:
+        text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+        write_atomic(self.folder / "run.json", lambda file: file.write(text.encode()))
+
+    # -- the config ------------------------------------------------------------------------------
+
+    def config_text(self) -> str:
+        """config.yaml as text."""
+        try:
+            return (self.folder / "config.yaml").read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{self.folder}/config.yaml cannot be read ({error})") from None
+
+    def write_config(self, text: str) -> None:
+        write_atomic(self.folder / "config.yaml", lambda file: file.write(text.encode()))
+
+    # -- tables ----------------------------------------------------------------------------------
+
+    def table(self, name: str) -> "pd.DataFrame":
+        """`train` or `eval` as a data frame with the columns above; empty where there is none yet."""
+        import pandas as pd
+
+        columns = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS}[name]
+        path = self.folder / f"{name}.csv"
+        if not path.exists():
+            return pd.DataFrame(columns=list(columns))
+        try:
+            # "none" is a value here and an empty cell is missing: pandas' own list has both.
+            table = pd.read_csv(path, keep_default_na=False, na_values=[""])
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read ({error}); delete it and run the command again") from None
+        missing = [column for column in columns if column not in table]
+        if missing:
+            raise UserError(f"{path} lacks the columns {', '.join(missing)}; delete it and run the command again")
+        return table
+
+    def write_table(self, name: str, table: "pd.DataFrame") -> None:
+        columns = list({"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS}[name])
+        text = table[columns].to_csv(index=False, lineterminator="\n")
+        write_atomic(self.folder / f"{name}.csv", lambda file: file.write(text.encode()))
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def save_weights(self, weights: "dict[str, Tensor]") -> None:
+        from safetensors.torch import save
+
+        data = save({name: tensor.contiguous() for name, tensor in weights.items()})
+        write_atomic(self.folder / "model.safetensors", lambda file: file.write(data))
+
+    def load_weights(self) -> "dict[str, Tensor]":
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        path = self.folder / "model.safetensors"
+        try:
+            return load(path.read_bytes())
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"{path} cannot be read ({error}); train the run again") from None
+
+    def save_state(self, state: dict[str, Any]) -> None:
+        import torch
+
+        data = io.BytesIO()  # torch's own writer reports a full disk as a RuntimeError
+        torch.save(state, data)
+        write_atomic(self.folder / "state.pt", lambda file: file.write(data.getbuffer()))
+
+    def load_state(self) -> dict[str, Any] | None:
+        """The training state, or None where there is none or only a broken one."""
+        import torch
+
+        path = self.folder / "state.pt"
+        if not path.exists():
+            return None
+        try:
+            # No mmap: the file may be replaced while this process trains on.
+            return torch.load(path, map_location="cpu", weights_only=True)
+        except Exception:  # torch.load has no narrower class for a truncated or foreign file
+            return None
+
+    # -- one writer at a time --------------------------------------------------------------------
+
+    @contextmanager
+    def lock(self) -> Iterator[bool]:
+        """Whether this process is the only one working on the run. The kernel frees the lock of a
+        killed process."""
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.folder / ".lock", timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
+
+
+def folder_of(results: Path, task: str, scheme: str, seed: int, digest: str) -> Path:
+    """The one folder of a run: the same config always gives the same folder."""
+    return results / "runs" / task / scheme / f"seed{seed}-{digest[:8]}"
+
+
+def find(results: Path) -> tuple[list[Run], list[str]]:
+    """All readable runs below `results`, sorted by folder, and one sentence for each that is not."""
+    runs, problems = [], []
+    for folder in sorted((results / "runs").glob("*/*/seed*")):
+        run = Run(folder)
+        try:
+            run.record()
+        except UserError as error:
+            problems.append(str(error))
+        else:
+            runs.append(run)
+    return runs, problems
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder that can be written to.
+
+    Raises:
+        UserError: it cannot be made or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"cannot write to {folder} ({error.strerror}): choose another folder with results_dir=... or "
+            "POSX_RESULTS_DIR"
+        ) from None
+
+
+def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
+    """Write a file so that it is there whole or not at all.
+
+    Raises:
+        UserError: the disk is full or the folder cannot be written; the old file is still there.
+    """
+    temporary = None
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        with os.fdopen(handle, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path} ({error.strerror or error}): what was there is kept") from None
+    finally:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,126 @@
+"""The interface between a positional scheme and attention.
+
+A scheme overrides the hooks it needs and nothing else; the base class does nothing, which is NoPE.
+Attention looks at which hooks are overridden, never at a name, and takes the fastest exact path.
+
+Legend of shapes, used in the whole package:
+    B batch, H heads, T query tokens, S key tokens (S >= T), D head width (d_head),
+    E model width (d_model), V vocabulary.
+The T queries of a block are always the last T of its S keys, so per-token state of shape
+(B, S, ...) holds the queries in its last T rows.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where a scheme object sits: one attention layer of one model, trained at one length."""
+
+    d_model: int
+    n_heads: int
+    d_head: int
+    train_len: int  # tokens
+    n_layers: int = 1
+    layer: int = 0
+
+    def at(self, layer: int) -> "Site":
+        return replace(self, layer=layer)
+
+
+class Scheme(nn.Module):
+    """No positional encoding (NoPE): the causal mask alone tells tokens apart.
+
+    Haviv et al. 2022 (arXiv:2203.16634), Kazemnejad et al. 2023 (arXiv:2305.19466). Nothing limits
+    the length; attention entropy grows with the number of visible keys.
+    """
+
+    # Traits: facts about the class that attention, conformance and tables read.
+    enters: ClassVar[str] = "mask"  # where position enters: input, q/k, score, score+value, mask
+    shared: ClassVar[bool] = False  # one object for all layers instead of one a layer
+    relative: ClassVar[bool] = False  # moving all positions by the same amount changes nothing
+    length_dependent: ClassVar[bool] = False  # the output of a prefix depends on the total length
+    kv: ClassVar[bool] = True  # keys may be cached: decoding step by step equals the full pass
+    max_len: int | None = None  # longest sequence it can process, in tokens; None: no limit
+
+    # (sinks, window) when every query sees only the first `sinks` and the last `window` keys
+    # (itself included); None when all earlier keys are visible.
+    band: tuple[int, int] | None = None
+
+    def __init__(self, site: Site) -> None:
+        super().__init__()
+        self.site = site
+
+    # -- six hooks -------------------------------------------------------------------------------
+
+    def positions(self, n: int, offset: int, generator: torch.Generator | None) -> Tensor:
+        """Position ids of `n` tokens after `offset` cached ones -> (n,) or (B, n).
+
+        Called once a forward, on layer 0, and used by every layer. `generator` is None outside training.
+        """
+        return torch.arange(offset, offset + n)
+
+    def embed(self, x: Tensor, pos: Tensor) -> Tensor:
+        """Change the token embeddings, once a forward. x: (B, T, E), pos: (T,) -> (B, T, E)."""
+        return x
+
+    def prepare(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Change queries, keys and values of the new tokens, in O(T).
+
+        x: (B, T, E) the layer's normalised input; q, k, v: (B, H, T, D); pos: (T,).
+        Returns q, k, v and a per-token state (B, T, ...) that is cached beside k, or None.
+        """
+        return q, k, v, None
+
+    def scores(
+        self, z: Tensor, q: Tensor, k: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+    ) -> Tensor:
+        """Change the scaled scores of one block of queries, before the mask and softmax.
+
+        z: (B, H, T, S) = q k^T / sqrt(D); i: (T,) and j: (S,) positions of queries and keys;
+        state: (B, S, ...) or None -> (B, H, T, S). Entries with j > i are masked afterwards.
+        """
+        return z
+
+    def mask(self, i: Tensor, j: Tensor) -> Tensor | None:
+        """Which keys a query may see, besides causality. i: (T,), j: (S,) -> bool (T, S) or (H, T, S)."""
+        return None
+
+    def value(self, p: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
+        """A term added to the output of a block. p: (B, H, T, S) weights -> (B, H, T, D)."""
+        return None
+
+    def normalize(self, z: Tensor) -> Tensor:
+        """Scores to weights over the last axis; masked entries are -inf. (B, H, T, S) -> same."""
+        return z.softmax(-1)
+
+    # -- two shortcuts ---------------------------------------------------------------------------
+
+    def fold(self, pos: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The bias as an inner product: extra query and key dimensions, each (1 or B, H, T, F), whose
+        dot product divided by sqrt(D), like the rest of the score, is the bias up to a constant a row.
+
+        Used in training, where the fused kernel needs no n x n tensor; a large bias loses digits in
+        the dot product (about 1e-5 at 2048 tokens), so evaluation never folds.
+        """
+        raise AssertionError("attention asks for fold only where it is overridden")
+
+    def distance_bias(self, d: Tensor) -> Tensor:
+        """A bias that depends on the distance d = i - j >= 0 alone. d: any shape -> (H, *d.shape)."""
+        raise AssertionError("attention asks for distance_bias only where it is overridden")
+
+    # --------------------------------------------------------------------------------------------
+
+    def overrides(self, hook: str) -> bool:
+        """Whether this class changes `hook`."""
+        return getattr(type(self), hook) is not getattr(Scheme, hook)
+
+
+class Nope(Scheme):
+    __doc__ = Scheme.__doc__
