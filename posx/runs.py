@@ -111,7 +111,7 @@ class Run:
 
     def write_record(self, record: Mapping[str, Any]) -> None:
         text = json.dumps(record, indent=2, ensure_ascii=False) + "\n"
-        write_atomic(self.folder / "run.json", lambda file: file.write(text.encode()))
+        write_text(self.folder / "run.json", text)
 
     # -- the config ------------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Run:
             raise UserError(f"{self.folder}/config.yaml cannot be read ({error})") from None
 
     def write_config(self, text: str) -> None:
-        write_atomic(self.folder / "config.yaml", lambda file: file.write(text.encode()))
+        write_text(self.folder / "config.yaml", text)
 
     # -- tables ----------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class Run:
     def write_table(self, name: str, table: "pd.DataFrame") -> None:
         columns = list({"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS}[name])
         text = table[columns].to_csv(index=False, lineterminator="\n")
-        write_atomic(self.folder / f"{name}.csv", lambda file: file.write(text.encode()))
+        write_text(self.folder / f"{name}.csv", text)
 
     # -- tensors ---------------------------------------------------------------------------------
 
@@ -196,6 +196,7 @@ class Run:
         killed process."""
         from filelock import FileLock, Timeout
 
+        make_folder(self.folder)
         lock = FileLock(self.folder / ".lock", timeout=0)
         try:
             lock.acquire()
@@ -242,6 +243,10 @@ def make_folder(folder: Path) -> None:
             f"cannot write to {folder} ({error.strerror}): choose another folder with results_dir=... or "
             "POSX_RESULTS_DIR"
         ) from None
+
+
+def write_text(path: Path, text: str) -> None:
+    write_atomic(path, lambda file: file.write(text.encode()))
 
 
 def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:

@@ -80,7 +80,6 @@ class Batch:
 class Task(ABC):
     """A sequence-to-sequence rule. Subclasses draw the payload and say what the answer is."""
 
-    # Where the answer follows from the prompt by a rule that positions cannot help, set in the yaml card.
     name: ClassVar[str]
 
     def __init__(self, vocab: Vocab, unique: bool) -> None:
@@ -90,6 +89,10 @@ class Task(ABC):
     def items(self, length: int) -> int:
         """Payload symbols n of a sequence of at most `length` tokens: 2n + 3 <= length."""
         return (length - N_SPECIAL) // 2
+
+    def length(self, n: int) -> int:
+        """Tokens of a sequence of n payload symbols."""
+        return 2 * n + N_SPECIAL
 
     def check_length(self, length: int) -> None:
         """Refuse a length that cannot be made.
@@ -162,7 +165,7 @@ def _below(generator: torch.Generator, limit: Tensor, n: int) -> Tensor:
 
 def _repeats(x: Tensor) -> Tensor:
     """Which entries equal an earlier one of their row. (B, n) -> bool (B, n)."""
-    ordered, index = x.sort(1, stable=True)
+    ordered, index = x.sort(dim=1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[:, 1:] = ordered[:, 1:] == ordered[:, :-1]
     return torch.zeros_like(repeated).scatter(1, index, repeated)

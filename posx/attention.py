@@ -1,0 +1,206 @@
+"""Where a scheme meets attention: causal attention under any scheme, by the fastest exact path.
+
+The path follows from the hooks that the scheme overrides:
+    sdpa    nothing touches the scores: the fused causal kernel
+    strips  a function of i - j: fused kernel on blocks of queries, the bias a zero-copy strided view
+    masked  the same in training on short inputs: fused kernel with one additive mask
+    folded  the same in training on long inputs: the bias as extra query and key dimensions
+    banded  blocks of queries that see only their window (and sinks): O(n w)
+    dense   one block, for short inputs
+    blocks  blocks of queries, each with all its keys: O(n x block) memory
+Only `masked` and `dense` build an n x n tensor, up to DENSE keys.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from posx.schemes.base import Scheme
+
+DENSE = 1024  # keys up to which an n x n tensor is cheaper than blocks
+STRIP_ROWS = 512  # queries a block of the fused kernel
+BLOCK_BYTES = 16 * 2**20  # memory of one (B, H, block, S) tensor
+
+
+@dataclass
+class Cache:
+    """Keys, values and state of the tokens seen so far, for one layer."""
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+    state: Tensor | None = None
+    pos: Tensor | None = None
+
+    def __len__(self) -> int:
+        return 0 if self.k is None else self.k.shape[2]
+
+    def append(
+        self, k: Tensor, v: Tensor, state: Tensor | None, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Add the new tokens and return those of all tokens."""
+        if self.k is not None and self.v is not None and self.pos is not None:
+            k = torch.cat([self.k, k], 2)  # (B, H, S, D)
+            v = torch.cat([self.v, v], 2)  # (B, H, S, D)
+            pos = torch.cat([self.pos, pos], -1)  # (S,)
+            if self.state is not None and state is not None:
+                state = torch.cat([self.state, state], 1)  # (B, S, ...)
+        self.k, self.v, self.state, self.pos = k, v, state, pos
+        return k, v, state, pos
+
+
+def choose_path(scheme: Scheme, n_queries: int, n_keys: int, training: bool) -> str:
+    """The path that `attend` takes; see the module's docstring. Depends on overridden hooks only."""
+    by_distance = scheme.overrides("distance_bias")
+    fused = not any(scheme.overrides(hook) for hook in ("mask", "value", "normalize"))
+    content = scheme.overrides("scores")
+    if fused and not content and not by_distance:
+        return "sdpa" if n_queries in (1, n_keys) else "strips"
+    if fused and not content and not scheme.overrides("positions"):
+        if not training:
+            return "strips"
+        if n_keys <= DENSE and not any(True for _ in scheme.parameters()):
+            return "masked"
+    if fused and training and scheme.overrides("fold"):
+        return "folded"
+    if scheme.band is not None and n_keys > sum(scheme.band):
+        return "banded"
+    return "dense" if n_keys <= DENSE else "blocks"
+
+
+def attend(
+    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+) -> Tensor:
+    """Causal attention of the last T of S tokens.
+
+    q: (B, H, T, D); k, v: (B, H, S, D); i: (T,) and j: (S,) their positions; state: (B, S, ...) or
+    None -> (B, H, T, D).
+    """
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    training = torch.is_grad_enabled()
+    path = choose_path(scheme, n_queries, n_keys, training)
+    if path == "sdpa":
+        return F.scaled_dot_product_attention(q, k, v, is_causal=n_queries > 1)
+    if path == "strips":
+        return _strips(scheme, q, k, v)
+    if path == "masked":
+        distance = i[:, None] - j  # (T, S)
+        bias = scheme.distance_bias(distance.clamp(min=0)).to(q.dtype)  # (H, T, S)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias.masked_fill(distance < 0, -torch.inf)
+        )
+    if path == "folded":
+        return _folded(scheme, q, k, v, j, state)
+    if path == "dense":
+        return block(scheme, q, k, v, i, j, state)[0]
+    return _blocks(scheme, q, k, v, i, j, state, training)
+
+
+def block(
+    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, state: Tensor | None,
+    sinks: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """One block of queries by the definition: scores, hooks, mask, softmax, values.
+
+    The T queries are the last T of the S keys. Returns the output (B, H, T, D) and the weights
+    (B, H, T, S).
+    """
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    z = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, T, S)
+    if scheme.overrides("distance_bias"):
+        distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)  # (T, S) or (B, T, S)
+        bias = scheme.distance_bias(distance)  # (H, T, S) or (H, B, T, S)
+        z = z + (bias if bias.ndim == 3 else bias.transpose(0, 1))
+    z = scheme.scores(z, q, k, i, j, state)
+    visible = _causal(n_queries, n_keys, q.device)  # (T, S)
+    allowed = scheme.mask(i, j)
+    if allowed is not None:
+        visible = visible & allowed  # (T, S) or (H, T, S)
+    p = scheme.normalize(z.masked_fill(~visible, -torch.inf)).to(v.dtype)  # (B, H, T, S)
+    out = p @ v  # (B, H, T, D)
+    extra = scheme.value(p, i, j)
+    return (out if extra is None else out + extra), p
+
+
+def _causal(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
+    """bool (T, S): key s is visible to query t, the queries being the last T keys."""
+    return torch.ones(n_queries, n_keys, dtype=torch.bool, device=device).tril(n_keys - n_queries)
+
+
+def _blocks(
+    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, state: Tensor | None,
+    training: bool,
+) -> Tensor:
+    """`block` over blocks of queries; with a band, each block sees only its keys."""
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    sinks, window = scheme.band or (0, n_keys)
+    seen = min(n_keys, sinks + 2 * window)
+    rows = max(1, BLOCK_BYTES // (4 * q.shape[0] * q.shape[1] * seen))
+    if scheme.band is not None:
+        rows = min(rows, window)
+    out = []
+    for start in range(n_keys - n_queries, n_keys, rows):
+        stop = min(start + rows, n_keys)
+        first = max(0, start - window + 1)
+        keys = torch.arange(first, stop, device=q.device)
+        if first > 0 and sinks > 0:
+            keys = torch.cat([torch.arange(min(sinks, first), device=q.device), keys])
+        whole = len(keys) == stop  # then slices do, without a copy
+        pick = slice(0, stop) if whole else keys
+        here = slice(start - (n_keys - n_queries), stop - (n_keys - n_queries))
+        arguments = (
+            scheme, q[:, :, here], k[:, :, pick], v[:, :, pick], i[..., here], j[..., pick],
+            None if state is None else state[:, pick],
+        )  # fmt: skip
+        if training:  # keep no block's weights for the backward pass
+            out.append(checkpoint(block, *arguments, use_reentrant=False)[0])
+        else:
+            out.append(block(*arguments)[0])
+    return torch.cat(out, 2)  # (B, H, T, D)
+
+
+def _strips(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A bias b(i - j) without an n x n tensor and without a copy.
+
+    u holds b(S-1), ..., b(0) and then -inf. With the queries in reverse order, the bias of a block is
+    a view of u in which rows and columns both advance by one element.
+    """
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    if scheme.overrides("distance_bias"):
+        bias = scheme.distance_bias(torch.arange(n_keys - 1, -1, -1, device=q.device))  # (H, S)
+    else:
+        bias = torch.zeros(1, n_keys, device=q.device)
+    rows = min(STRIP_ROWS, n_queries)
+    u = F.pad(bias.to(q.dtype), (0, rows), value=-torch.inf)  # (H, S + rows)
+    heads = u.shape[0]
+    reverse = q.flip(2)  # (B, H, T, D)
+    out = torch.empty_like(reverse)
+    for start in range(n_keys - n_queries, n_keys, rows):
+        stop = min(start + rows, n_keys)
+        strip = u.as_strided(
+            (1, heads, stop - start, stop), (0, u.stride(0), 1, 1), n_keys - stop
+        )  # (1, H, rows, stop)
+        here = slice(n_keys - stop, n_keys - start)
+        out[:, :, here] = F.scaled_dot_product_attention(
+            reverse[:, :, here], k[:, :, :stop], v[:, :, :stop], attn_mask=strip
+        )
+    return out.flip(2)  # (B, H, T, D)
+
+
+def _folded(
+    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, j: Tensor, state: Tensor | None
+) -> Tensor:
+    """The bias as extra dimensions of queries and keys. v is padded to the same width: the fused
+    kernel takes equal widths only, and the fall-back builds n x n."""
+    d_head = q.shape[-1]
+    extra_q, extra_k = scheme.fold(j, state)  # (1 or B, H, S, F)
+    n_extra = extra_q.shape[-1]
+    shape = (*k.shape[:3], n_extra)
+    q = torch.cat([q, extra_q[..., -q.shape[2] :, :].to(q.dtype).expand(*q.shape[:3], n_extra)], -1)
+    k = torch.cat([k, extra_k.to(k.dtype).expand(shape)], -1)  # (B, H, S, D + F)
+    out = F.scaled_dot_product_attention(
+        q, k, F.pad(v, (0, n_extra)), is_causal=True, scale=d_head**-0.5
+    )
+    return out[..., :d_head]  # (B, H, T, D)

@@ -1,0 +1,180 @@
+"""The tiny causal Transformer, whole, in reading order.
+
+Pre-norm, after Vaswani et al. 2017 (arXiv:1706.03762) and GPT-2. What differs serves learning in
+seconds on a CPU: a larger initial scale, and an output head that shares the embedding through one
+projection (results/recipe has the comparison). Position enters through the scheme alone.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posx.attention import Cache, attend
+from posx.config import ModelConfig
+from posx.schemes.base import Scheme, Site
+from posx.tasks.base import Vocab
+
+ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).square()}
+
+
+class Attention(nn.Module):
+    """Multi-head causal attention; the scheme acts on it through its hooks."""
+
+    def __init__(self, config: ModelConfig, scheme: Scheme) -> None:
+        super().__init__()
+        self.n_heads, self.d_head = config.n_heads, config.d_head
+        width = config.n_heads * config.d_head
+        self.query = nn.Linear(config.d_model, width, bias=False)
+        self.key = nn.Linear(config.d_model, width, bias=False)
+        self.val = nn.Linear(config.d_model, width, bias=False)
+        self.out = nn.Linear(width, config.d_model, bias=False)
+        self.scheme = scheme
+
+    def project(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """x: (B, T, E) -> q, k, v (B, H, T, D) after the scheme's `prepare`, and its state."""
+        shape = (*x.shape[:2], self.n_heads, self.d_head)
+        q, k, v = (
+            linear(x).view(shape).transpose(1, 2) for linear in (self.query, self.key, self.val)
+        )
+        return self.scheme.prepare(x, q, k, v, pos)
+
+    def forward(self, x: Tensor, pos: Tensor, cache: Cache | None = None) -> Tensor:
+        """x: (B, T, E), pos: (T,) -> (B, T, E)."""
+        q, k, v, state = self.project(x, pos)
+        key_pos = pos
+        if cache is not None:
+            k, v, state, key_pos = cache.append(k, v, state, pos)
+        out = attend(self.scheme, q, k, v, pos, key_pos, state)  # (B, H, T, D)
+        return self.out(out.transpose(1, 2).flatten(2))  # (B, T, E)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each behind a norm and beside the residual stream."""
+
+    def __init__(self, config: ModelConfig, scheme: Scheme) -> None:
+        super().__init__()
+        self.attention_norm = make_norm(config)
+        self.attention = Attention(config, scheme)
+        self.mlp_norm = make_norm(config)
+        self.up = nn.Linear(config.d_model, config.d_ff)
+        self.down = nn.Linear(config.d_ff, config.d_model)
+        self.activation = ACTIVATIONS[config.activation]
+
+    def forward(self, x: Tensor, pos: Tensor, cache: Cache | None = None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), pos, cache)
+        return x + self.down(self.activation(self.up(self.mlp_norm(x))))
+
+
+class Transformer(nn.Module):
+    """Tokens to logits. `make_scheme` builds the scheme object of a site: one a layer, or one for all
+    layers when the class says that it is shared."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        vocab: Vocab,
+        make_scheme: Callable[[Site], Scheme],
+        train_len: int,
+    ) -> None:
+        super().__init__()
+        self.config, self.vocab = config, vocab
+        site = Site(config.d_model, config.n_heads, config.d_head, train_len, config.n_layers)
+        first = make_scheme(site)
+        schemes = [first] + [
+            first if first.shared else make_scheme(site.at(layer))
+            for layer in range(1, config.n_layers)
+        ]
+        # One embedding row a digit value: (digits, rows, E).
+        self.embedding = nn.Parameter(torch.empty(vocab.digits, vocab.rows, config.d_model))
+        self.blocks = nn.ModuleList(Block(config, scheme) for scheme in schemes)
+        self.final_norm = make_norm(config)
+        width = vocab.digits * (vocab.rows if config.head == "untied" else config.d_model)
+        self.head = None if config.head == "tied" else nn.Linear(config.d_model, width, bias=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Weight | law: embedding N(0, 1/E), scaled by sqrt(E) at the input; matrices N(0, init_std^2),
+        those that write to the residual stream / sqrt(2 n_layers); biases 0; norms 1. What belongs to a
+        scheme was initialised by the scheme."""
+        std = self.config.init_std
+        nn.init.normal_(self.embedding, std=self.config.d_model**-0.5)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=std)
+        for block in self.blocks:
+            attention = block.attention
+            for linear in (attention.query, attention.key, attention.val, block.up):
+                nn.init.normal_(linear.weight, std=std)
+            for linear in (attention.out, block.down):
+                nn.init.normal_(linear.weight, std=std / math.sqrt(2 * len(self.blocks)))
+            nn.init.zeros_(block.up.bias)
+            nn.init.zeros_(block.down.bias)
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """The scheme object of each layer; the first gives positions and embeds them."""
+        return [block.attention.scheme for block in self.blocks]
+
+    def replace_schemes(self, change: Callable[[Scheme], Scheme]) -> None:
+        """Put `change(scheme)` in the place of every scheme; a shared one stays one object."""
+        new: dict[int, Scheme] = {}
+        for block in self.blocks:
+            old = block.attention.scheme
+            if id(old) not in new:
+                new[id(old)] = change(old)
+            block.attention.scheme = new[id(old)]
+
+    def flops(self, length: int) -> int:
+        """Floating-point operations of training on one token: three times the forward pass, attention
+        counted as causal (half of the n x n products)."""
+        c = self.config
+        width = c.n_heads * c.d_head
+        matrices = c.n_layers * (4 * c.d_model * width + 2 * c.d_model * c.d_ff)
+        logits = self.vocab.digits * self.vocab.rows * c.d_model  # on the answer: half of the tokens
+        if self.head is not None and c.head == "tied_projected":
+            logits += self.head.weight.numel()
+        return 3 * (2 * matrices + logits + 2 * c.n_layers * length * width)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        last: int | None = None,
+        caches: list[Cache] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """tokens: (B, T) -> logits of the last `last` tokens (all when None): (B, last, digits, rows).
+
+        With `caches` (one a layer), the tokens follow those already cached. `generator` is given in
+        training only, for schemes that draw positions.
+        """
+        scheme = self.schemes[0]
+        offset = len(caches[0]) if caches else 0
+        pos = scheme.positions(tokens.shape[1], offset, generator).to(tokens.device)  # (T,)
+        x = scheme.embed(self._embed(tokens), pos)  # (B, T, E)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, pos, caches[layer] if caches else None)
+        return self._logits(self.final_norm(x if last is None else x[:, -last:]))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """(B, T) -> (B, T, E), with unit variance a component."""
+        digits = self.vocab.split(tokens)  # (B, T, digits)
+        rows = [F.embedding(digits[..., d], self.embedding[d]) for d in range(self.vocab.digits)]
+        return sum(rows[1:], rows[0]) * math.sqrt(self.config.d_model / self.vocab.digits)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """(B, T, E) -> (B, T, digits, rows)."""
+        if self.head is None:
+            return torch.einsum("bte,dre->btdr", x, self.embedding)
+        out = self.head(x).unflatten(-1, (self.vocab.digits, -1))  # (B, T, digits, E or rows)
+        if self.config.head == "untied":
+            return out
+        return torch.einsum("btde,dre->btdr", out, self.embedding)
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.d_model, eps=1e-5)
+    return nn.LayerNorm(config.d_model, eps=1e-5)

@@ -1,0 +1,1 @@
+"""Positional schemes, one family a file; configs/scheme names them."""

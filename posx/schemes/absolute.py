@@ -1,0 +1,141 @@
+"""Absolute positions: a vector u(p) for each position p, added once to the token embeddings.
+
+    x_p + u(p)        hook: embed
+
+Attention sees the sum through its learned projections, so scores need not depend on i - j alone.
+The extensions of the learned table stand at the end.
+"""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from posx.errors import UserError
+from posx.schemes.base import Scheme, Site
+
+
+def sinusoids(pos: Tensor, d_model: int, base: float, exponent_sign: int) -> Tensor:
+    """sin and cos of p * base^(sign * 2c / d_model) in columns 2c and 2c + 1.
+
+    pos: (T,) or (B, T) -> (T, E) or (B, T, E), float64. At an odd width the last column is a sine.
+    """
+    pair = torch.arange((d_model + 1) // 2, dtype=torch.float64, device=pos.device)
+    angle = pos.double()[..., None] * base ** (exponent_sign * 2 * pair / d_model)
+    return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :d_model]
+
+
+class Sinusoidal(Scheme):
+    """u(p)_2c = sin(p w_c), u(p)_2c+1 = cos(p w_c), w_c = base^(-2c / d_model).
+
+    Vaswani et al. 2017 (arXiv:1706.03762). u(p + D) = A(D) u(p) with A a rotation of every pair, so
+    the next positions are linear functions of this one. The formula has no longest length; beyond
+    the training length the slow pairs reach phases that the model has never seen. No parameters.
+    `exponent_sign` +1 makes the frequencies rise with the column instead of fall.
+    """
+
+    enters = "input"
+
+    def __init__(self, site: Site, base: float = 10000.0, exponent_sign: int = -1) -> None:
+        super().__init__(site)
+        if base <= 1:
+            raise UserError(f"sinusoidal: base is {base}; it must be above 1, the paper has 10000")
+        if exponent_sign not in (-1, 1):
+            raise UserError(
+                f"sinusoidal: exponent_sign is {exponent_sign}; use -1, as the paper, or 1 for "
+                "frequencies that rise with the column"
+            )
+        self.base = base
+        self.exponent_sign = exponent_sign
+
+    def embed(self, x: Tensor, pos: Tensor) -> Tensor:
+        _check_input("sinusoidal", x, self.site.d_model)
+        table = sinusoids(pos, self.site.d_model, self.base, self.exponent_sign)  # (T, E)
+        return x + table.to(x)
+
+
+class Learned(Scheme):
+    """u(p) = row p of a trained table with `max_len` rows (None: the training length).
+
+    Gehring et al. 2017 (arXiv:1705.03122), the form of GPT-2. A position beyond the table is an
+    error; rows beyond the training length exist when max_len is larger, but nothing trains them.
+    One table for the model: max_len * d_model parameters.
+    """
+
+    enters = "input"
+    shared = True
+
+    def __init__(self, site: Site, max_len: int | None = None, init_std: float = 0.3) -> None:
+        super().__init__(site)
+        rows = site.train_len if max_len is None else max_len
+        if rows < 1:
+            raise UserError(f"learned: max_len is {rows}; it must be at least 1")
+        self.max_len = rows
+        self.table = nn.Parameter(torch.empty(rows, site.d_model))
+        nn.init.normal_(self.table, std=init_std)
+
+    def embed(self, x: Tensor, pos: Tensor) -> Tensor:
+        _check_input("learned", x, self.site.d_model)
+        length = int(pos.max()) + 1
+        rows = len(self.table)
+        if length > rows:
+            raise UserError(
+                f"learned: length {length} is beyond max_len {rows}, the table has no row for "
+                f"position {length - 1}: evaluate with --extend interpolate or --extend clip, or "
+                f"train with scheme.max_len={length}"
+            )
+        return x + self.table[pos]
+
+
+def _check_input(name: str, x: Tensor, d_model: int) -> None:
+    """Refuse embeddings that the positions would only fit by accident of broadcasting.
+
+    Raises:
+        UserError: x is not (B, T, d_model).
+    """
+    if x.ndim != 3:
+        raise UserError(
+            f"{name}: embeddings have shape {tuple(x.shape)}; expected three axes (batch, length, "
+            f"d_model={d_model})"
+        )
+    if x.shape[-1] != d_model:
+        raise UserError(
+            f"{name}: embeddings are {x.shape[-1]} wide; the scheme was built for d_model={d_model}"
+        )
+
+
+# -- extensions ----------------------------------------------------------------------------------
+
+
+def interpolate(scheme: Learned, length: int) -> Learned:
+    """Resample the table linearly to `length` rows: position p reads row p (L - 1) / (length - 1).
+
+    The first and last row stay the ends (align_corners), as for vision tables in Dosovitskiy et al.
+    2020 (arXiv:2010.11929). All steps shrink, those of short distances too. A table that is long
+    enough stays as it is.
+    """
+    rows = len(scheme.table)
+    if length <= rows:
+        return copy.deepcopy(scheme)
+    columns = scheme.table.detach().T[None]  # (1, E, rows)
+    longer = F.interpolate(columns, size=length, mode="linear", align_corners=True)
+    return _with_table(scheme, longer[0].T)
+
+
+def clip(scheme: Learned, length: int) -> Learned:
+    """Give every position beyond the table its last row, so they cannot be told apart.
+
+    A table that is long enough stays as it is.
+    """
+    rows = len(scheme.table)
+    position = torch.arange(max(rows, length), device=scheme.table.device)
+    return _with_table(scheme, scheme.table.detach()[position.clamp(max=rows - 1)])
+
+
+def _with_table(scheme: Learned, table: Tensor) -> Learned:
+    """A copy of the scheme with another table. table: (L, E)."""
+    changed = copy.deepcopy(scheme)
+    changed.table = nn.Parameter(table.contiguous(), requires_grad=scheme.table.requires_grad)
+    changed.max_len = len(table)
+    return changed

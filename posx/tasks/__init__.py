@@ -1,0 +1,1 @@
+"""Tasks, one file each; configs/task names them."""

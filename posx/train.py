@@ -1,0 +1,378 @@
+"""Train one run: until it has learned its training length, or `train.max_steps`.
+
+Batch t is a function of (data_seed, t) alone, so a resumed run needs no random state: weights,
+optimizer and the step are all there is, and it ends bit for bit as if it had never stopped.
+"""
+
+import os
+import platform
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor, nn
+
+from posx import metrics, optim
+from posx.build import make_model, make_task
+from posx.config import Config, TrainConfig
+from posx.device import pick_device, pick_dtype
+from posx.errors import UserError
+from posx.model import Transformer
+from posx.progress import Bar, say
+from posx.runs import SCHEMA, TRAIN_COLUMNS, Run
+from posx.seeds import generator
+from posx.tasks.base import Batch, Task
+
+FINAL_CHECK = 4  # the last check draws this many times train.check_sequences
+LAST_RATE = 0.01  # the learning rate falls to this fraction of its peak
+
+
+class Interrupted(Exception):
+    """Training was asked to stop; the run was saved and goes on with the same command."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass
+class State:
+    """All that a resumed run needs besides weights and optimizers."""
+
+    step: int = 0
+    tokens: int = 0
+    decay_from: int | None = None  # the step at which the learning rate began to fall
+    steps_to_target: int | None = None  # the first check that reached train.converged_at
+    seconds: float = 0.0  # of training, over all sittings
+    losses: list[float] = field(default_factory=list)  # since the last row
+    grad_norms: list[float] = field(default_factory=list)
+    row_tokens: int = 0
+    row_seconds: float = 0.0
+    rows: list[dict[str, float]] = field(default_factory=list)  # of train.csv
+
+
+def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str, Any]:
+    """Train a run in its folder and return its record.
+
+    Raises:
+        Interrupted: by ctrl-C, SIGTERM or SIGUSR1; saved before.
+        UserError: the config does not fit the task, the scheme or this machine.
+    """
+    torch.set_num_threads(config.threads)
+    device, dtype = pick_device(config.device), pick_dtype(config.dtype, config.device)
+    task = make_task(config)
+    task.check_length(config.train_len)
+    torch.manual_seed(config.seed)  # the only use of the global generator: initial weights
+    model = make_model(config, task)
+    if parent is not None:
+        load_parent(model, parent)
+    model.to(device, dtype)
+    optimizers = optim.make_optimizers(config.optim, model)
+    state = _resume(run, model, optimizers)
+
+    record = _record(config, run, parent, label, model)
+    run.write_config(config.dumps())
+    run.write_record(record | {"status": "running", "steps": state.step})
+    try:
+        with _signals() as pending:
+            _loop(config, run, task, model, optimizers, state, pending)
+            check = _check(config, task, model, -1, config.train.check_sequences * FINAL_CHECK)
+    except Interrupted as error:
+        run.write_record(
+            record
+            | {"status": "interrupted", "reason": str(error), "steps": state.step}
+        )
+        raise
+    target = config.train.converged_at
+    converged = min(check["token_acc"], check["tail_acc"]) >= target
+    run.save_weights(model.state_dict())
+    run.write_table("train", pd.DataFrame(state.rows, columns=list(TRAIN_COLUMNS)))
+    record |= {
+        "status": "finished",
+        "converged": converged,
+        "steps": state.step,
+        "steps_to_target": state.steps_to_target,
+        "tokens": state.tokens,
+        "wall_s": round(state.seconds, 3),
+        "flops": model.flops(config.train_len) * state.tokens,
+        "check": check,
+    }
+    run.write_record(record)
+    (run.folder / "state.pt").unlink(missing_ok=True)
+    return record
+
+
+def load_parent(model: nn.Module, parent: Run) -> None:
+    """Start from the weights of another run. A table that is longer here keeps its new rows."""
+    own = model.state_dict()
+    for name, tensor in parent.load_weights().items():
+        if name not in own or own[name].shape[1:] != tensor.shape[1:]:
+            raise UserError(
+                f"init={parent.folder}: its weight {name} {tuple(tensor.shape)} does not fit this model; "
+                "use the same scheme and model"
+            )
+        rows = min(len(tensor), len(own[name])) if tensor.ndim else 0
+        if tensor.ndim:
+            own[name][:rows] = tensor[:rows]
+        else:
+            own[name].copy_(tensor)
+
+
+def draw_items(config: TrainConfig, most: int, step: int, random: torch.Generator) -> int:
+    """How many payload symbols step `step` trains on: one count a step, the same for the batch."""
+    if config.lengths == "fixed":
+        return most
+    if config.lengths == "curriculum":
+        grown = min(1.0, 0.2 + 0.8 * step / config.curriculum_steps)
+        most = max(1, round(most * grown))
+    return int(torch.randint(1, most + 1, (1,), generator=random))
+
+
+def training_batch(config: Config, task: Task, step: int) -> tuple[Batch, torch.Generator]:
+    """The batch of a step and the generator that goes on to draw the scheme's positions."""
+    random = generator("train", config.data_seed, step)
+    n = draw_items(config.train, task.items(config.train_len), step, random)
+    length = task.length(n)
+    sequences = max(1, config.train.tokens_per_step // length)
+    return task.sample(random, sequences, length), random
+
+
+def rate(config: Config, state: State) -> float:
+    """Learning rate as a fraction of its peak: warm-up, constant, linear decay."""
+    warm = min(1.0, (state.step + 1) / config.optim.warmup_steps)
+    if state.decay_from is None:
+        return warm
+    left = 1 - (state.step - state.decay_from) / config.train.decay_steps
+    return warm * max(LAST_RATE, left)
+
+
+def _loop(
+    config: Config,
+    run: Run,
+    task: Task,
+    model: Transformer,
+    optimizers: list[torch.optim.Optimizer],
+    state: State,
+    pending: list[int],
+) -> None:
+    """Steps until the decay has ended; `pending` fills with signals that ask to stop."""
+    law = config.train
+    latest_decay = law.max_steps - law.decay_steps
+    title = f"{config.task_name}/{config.scheme_name} seed {config.seed}"
+    with Bar(title, law.max_steps, state.step) as bar:
+        while True:
+            if state.decay_from is None and state.step >= latest_decay:
+                state.decay_from = state.step
+            end = law.max_steps if state.decay_from is None else state.decay_from + law.decay_steps
+            if state.step >= end:
+                return
+            started = time.perf_counter()
+            batch, random = training_batch(config, task, state.step)
+            optim.set_rate(optimizers, rate(config, state))
+            loss, norm = _step(model, optimizers, batch, random, config.optim.clip)
+            elapsed = time.perf_counter() - started
+            state.step += 1
+            state.tokens += batch.tokens.numel()
+            state.row_tokens += batch.tokens.numel()
+            state.seconds += elapsed
+            state.row_seconds += elapsed
+            state.losses.append(loss)
+            state.grad_norms.append(norm)
+            if state.step % law.check_every == 0 or state.step == end:
+                check = _check(config, task, model, state.step, law.check_sequences)
+                _add_row(config, state, check)
+                reached = min(check["token_acc"], check["tail_acc"])
+                if state.decay_from is None and reached >= law.decay_at:
+                    state.decay_from = state.step
+                if state.steps_to_target is None and reached >= law.converged_at:
+                    state.steps_to_target = state.step
+                row = state.rows[-1]
+                bar.update(
+                    state.step,
+                    f"loss {row['loss']:.3f}  acc {row['token_acc']:.3f}  "
+                    f"{row['tokens_per_s'] / 1000:.1f}k tok/s",
+                    total=end,
+                )
+            else:
+                bar.update(state.step, _facts(state), total=end)
+            if pending or state.step % law.checkpoint_every == 0:
+                _save(run, model, optimizers, state)
+            if pending:
+                raise Interrupted(pending[0])
+
+
+def _facts(state: State) -> str:
+    if not state.rows:
+        return f"loss {state.losses[-1]:.3f}"
+    row = state.rows[-1]
+    return (
+        f"loss {row['loss']:.3f}  acc {row['token_acc']:.3f}  "
+        f"{row['tokens_per_s'] / 1000:.1f}k tok/s"
+    )
+
+
+def _step(
+    model: Transformer,
+    optimizers: list[torch.optim.Optimizer],
+    batch: Batch,
+    random: torch.Generator,
+    clip: float,
+) -> tuple[float, float]:
+    """One optimizer step; returns the loss and the gradient norm before clipping."""
+    logits, digits = answer_logits(model, batch, random)
+    loss = metrics.loss(logits.float(), digits)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    for optimizer in optimizers:
+        optimizer.step()
+    return loss.item(), norm.item()
+
+
+def answer_logits(
+    model: Transformer, batch: Batch, random: torch.Generator | None = None
+) -> tuple[Tensor, Tensor]:
+    """Teacher-forced logits of the answer and EOS, and their digits.
+
+    -> (B, n_answer, digits, rows), (B, n_answer, digits).
+    """
+    tokens = batch.tokens.to(model.embedding.device)
+    logits = model(tokens[:, :-1], last=batch.n_answer, generator=random)
+    return logits, model.vocab.split(tokens[:, -batch.n_answer :])
+
+
+@torch.no_grad()
+def _check(
+    config: Config, task: Task, model: Transformer, step: int, sequences: int
+) -> dict[str, float]:
+    """Accuracy at the training length on fresh in-range sequences; decides when training ends."""
+    random = generator("check", config.data_seed, step)
+    batch = task.sample(random, sequences, config.train_len)
+    right = metrics.right(*answer_logits(model, batch))  # (B, n + 1)
+    payload = right[:, :-1].double()  # (B, n)
+    last = metrics.tail(payload.shape[1])
+    return {
+        "token_acc": payload.mean().item(),
+        "tail_acc": payload[:, -last:].mean().item(),
+        "exact_match": right.all(1).double().mean().item(),
+    }
+
+
+def _add_row(config: Config, state: State, check: dict[str, float]) -> None:
+    """Close the row of train.csv since the last check."""
+    state.rows.append(
+        {
+            "step": state.step,
+            "tokens": state.tokens,
+            "loss": sum(state.losses) / len(state.losses),
+            **check,
+            "lr": rate(config, state),
+            "grad_norm": sum(state.grad_norms) / len(state.grad_norms),
+            "tokens_per_s": round(state.row_tokens / state.row_seconds, 1),
+        }
+    )
+    state.losses, state.grad_norms, state.row_tokens, state.row_seconds = [], [], 0, 0.0
+
+
+def _save(
+    run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: State
+) -> None:
+    run.save_state(
+        {
+            "model": model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+            "state": asdict(state),
+        }
+    )
+    run.write_table("train", pd.DataFrame(state.rows, columns=list(TRAIN_COLUMNS)))
+
+
+def _resume(run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
+    """The saved state put into model and optimizers; a new one where none was saved."""
+    saved = run.load_state()
+    if saved is None:
+        return State()
+    model.load_state_dict(saved["model"])
+    for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
+        optimizer.load_state_dict(values)
+    state = State(**saved["state"])
+    say(f"{run.folder}: goes on at step {state.step}")
+    return state
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect requests to stop, so that a step is never cut in half. Only a main thread can."""
+    pending: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield pending
+        return
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if hasattr(signal, "SIGUSR1"):
+        numbers.append(signal.SIGUSR1)
+    before = {
+        number: signal.signal(number, lambda got, _: pending.append(got)) for number in numbers
+    }
+    try:
+        yield pending
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _record(
+    config: Config, run: Run, parent: Run | None, label: str, model: nn.Module
+) -> dict[str, Any]:
+    """What is known before training starts."""
+    return {
+        "schema": SCHEMA,
+        "status": "running",
+        "reason": None,
+        "task": config.task_name,
+        "scheme": config.scheme_name,
+        "label": label,
+        "train_len": config.train_len,
+        "seed": config.seed,
+        "data_seed": config.data_seed,
+        "hash": config.digest(),
+        "group": config.group(),
+        "parent": None if parent is None else str(parent.folder),
+        "converged": None,
+        "steps": 0,
+        "steps_to_target": None,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": config.dtype,
+        "device": config.device,
+        "threads": config.threads,
+        "posx": version("posx"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "git": _git_revision(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def _git_revision() -> str | None:
+    """The revision of the checkout that this code runs from, if it is one."""
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None
