@@ -99,7 +99,13 @@ def attend(
 
 
 def block(
-    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, state: Tensor | None,
+    scheme: Scheme,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    j: Tensor,
+    state: Tensor | None,
     sinks: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """One block of queries by the definition: scores, hooks, mask, softmax, values.
@@ -130,7 +136,13 @@ def _causal(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
 
 
 def _blocks(
-    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, state: Tensor | None,
+    scheme: Scheme,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    i: Tensor,
+    j: Tensor,
+    state: Tensor | None,
     training: bool,
 ) -> Tensor:
     """`block` over blocks of queries; with a band, each block sees only its keys."""

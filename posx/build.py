@@ -3,22 +3,66 @@
 import inspect
 import typing
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hydra.errors import InstantiationException
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_object, instantiate
 from omegaconf import OmegaConf
 
 from posx import catalog
 from posx.config import Config
 from posx.errors import UserError
 from posx.model import Transformer
+from posx.runs import Run
 from posx.schemes.base import Scheme, Site
 from posx.tasks.base import Task
 
-Extension = Callable[[Scheme, int], Scheme]  # (trained scheme, evaluation length) -> changed copy
+
+@dataclass(frozen=True)
+class Extension:
+    """A training-free change of a trained scheme at one evaluation length, with its parameters bound.
+
+    The annotation of the function's first parameter says which schemes it changes.
+    """
+
+    name: str
+    function: Callable[..., Scheme]
+    parameters: dict[str, Any]
+
+    def __call__(self, scheme: Scheme, length: int) -> Scheme:
+        self.check(type(scheme))
+        try:
+            return self.function(scheme, length, **self.parameters)
+        except TypeError as error:
+            raise UserError(f"extension {self.name}: {error}") from None
+
+    @property
+    def kind(self) -> type[Scheme]:
+        """The scheme class that it changes."""
+        first = next(iter(inspect.signature(self.function).parameters))
+        return typing.get_type_hints(self.function)[first]
+
+    def check(self, scheme: type) -> None:
+        """Refuse a scheme that it does not change; those that it does are named."""
+        if not issubclass(scheme, self.kind):
+            names = [
+                name
+                for name, path in catalog.files("scheme").items()
+                if issubclass(locate(load_yaml(path)), self.kind)
+            ]
+            raise UserError(
+                f"extension {self.name} changes {self.kind.__name__}, not {scheme.__name__}: it applies to "
+                f"{', '.join(names) or 'no scheme in the catalogue'}"
+            )
+
+
+def make_extension(node: dict[str, Any]) -> Extension:
+    """The extension that a yaml names."""
+    parameters = {key: value for key, value in node.items() if key not in ("name", "_target_")}
+    return Extension(node["name"], locate(node), parameters)
 
 
 def make_task(config: Config) -> Task:
@@ -26,11 +70,16 @@ def make_task(config: Config) -> Task:
     return _instantiate(config.task)
 
 
+def make_scheme(node: dict[str, Any], site: Site) -> Scheme:
+    """The scheme object of one site."""
+    return _instantiate(node, site)
+
+
 def make_model(config: Config, task: Task) -> Transformer:
     """The model of a run, freshly initialised from torch's global generator."""
     site_len = config.init_len if config.extension and config.init_len else config.train_len
-    make_scheme = partial(_instantiate, config.scheme)
-    model = Transformer(config.model, task.vocab, make_scheme, site_len)
+    scheme = partial(make_scheme, config.scheme)
+    model = Transformer(config.model, task.vocab, scheme, site_len)
     if config.extension:
         extend(model, make_extension(config.extension), config.train_len)
     return model
@@ -41,50 +90,35 @@ def extend(model: Transformer, extension: Extension, length: int) -> None:
     model.replace_schemes(lambda scheme: extension(scheme, length))
 
 
-def make_extension(node: dict[str, Any]) -> Extension:
-    """The extension that a yaml names, with its parameters bound.
+def load_weights(model: Transformer, run: Run) -> None:
+    """Put the weights of a trained run into its model.
 
-    The first parameter's annotation says to which schemes it applies; others are refused.
+    Raises:
+        UserError: they are not those of this model.
     """
-    function = _locate(node)
-    bound = {key: value for key, value in node.items() if key not in ("name", "_target_")}
-    kind = applies_to(function)
-
-    def apply(scheme: Scheme, length: int) -> Scheme:
-        if not isinstance(scheme, kind):
-            raise UserError(
-                f"extension {node['name']} changes {kind.__name__} schemes, not {type(scheme).__name__}; it "
-                f"applies to: {', '.join(schemes_of(kind)) or 'no scheme in the catalogue'}"
-            )
-        try:
-            return function(scheme, length, **bound)
-        except TypeError as error:
-            raise UserError(f"extension {node['name']}: {error}") from None
-
-    return apply
+    try:
+        model.load_state_dict(run.load_weights())
+    except RuntimeError as error:
+        raise UserError(
+            f"{run.folder}: the weights do not fit its config ({' '.join(str(error).split())[:200]}); train "
+            "the run again"
+        ) from None
 
 
-def applies_to(function: Callable[..., Scheme]) -> type[Scheme]:
-    """The scheme class that an extension changes: the annotation of its first parameter."""
-    first = next(iter(inspect.signature(function).parameters))
-    return typing.get_type_hints(function)[first]
-
-
-def schemes_of(kind: type[Scheme]) -> list[str]:
-    """Names in the catalogue whose class is `kind` or derived from it."""
-    return [
-        name
-        for name, path in catalog.files("scheme").items()
-        if issubclass(get_class(load_yaml(path)["_target_"]), kind)
-    ]
+def load_plain(path: Path) -> dict[str, Any]:
+    """A yaml of the catalogue as a plain dict."""
+    node = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    if not isinstance(node, dict):
+        raise UserError(f"{path} is not a mapping of keys")
+    return {str(key): value for key, value in node.items()}
 
 
 def load_yaml(path: Path) -> dict[str, Any]:
-    """One yaml of the catalogue, with its name."""
-    node = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-    if not isinstance(node, dict) or "_target_" not in node:
+    """A yaml that names a class or function, with its own name added."""
+    node = load_plain(path)
+    if "_target_" not in node:
         raise UserError(f"{path} has no _target_: name the class or function it stands for")
-    return {"name": path.stem, **{str(key): value for key, value in node.items()}}
+    return {"name": path.stem, **node}
 
 
 def check_trust(config: Config, trusted: tuple[str, ...]) -> None:
@@ -114,13 +148,17 @@ def _targets(node: Any) -> Iterator[str]:
             yield from _targets(value)
 
 
-def _locate(node: dict[str, Any]) -> Callable[..., Scheme]:
-    from hydra.utils import get_method
+def locate(node: dict[str, Any]) -> Any:
+    """The class or function that a yaml names.
 
+    Raises:
+        UserError: it cannot be imported.
+    """
     try:
-        return get_method(node["_target_"])
+        return get_object(node["_target_"])
     except Exception as error:  # whatever importing the user's module raises
-        raise UserError(f"{node['name']}: cannot import {node['_target_']} ({error})") from None
+        cause = error.__cause__ or error
+        raise UserError(f"{node['name']}: cannot import {node['_target_']} ({cause})") from None
 
 
 def _instantiate(node: dict[str, Any], *arguments: Any) -> Any:

@@ -31,7 +31,9 @@ def find(group: str, name: str, extra: Path | None = None) -> Path:
     """
     known = files(group, extra)
     if name not in known:
-        raise UserError(f"no {group} named {name!r}{nearest(name, known)}; there are: {', '.join(known)}")
+        raise UserError(
+            f"no {group} named {name!r}{nearest(name, known)}; there are: {', '.join(known)}"
+        )
     return known[name]
 
 

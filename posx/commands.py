@@ -2,17 +2,21 @@
 
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
-
-from posx import hydra_app, runs
-from posx.config import Config, from_node, loads
+from posx import catalog, runs
 from posx.errors import UserError
+from posx.lengths import parse as parse_lengths
 from posx.progress import say
 from posx.runs import Run
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from posx.config import Config
+
+GROUPS = ("scheme", "extension", "task", "model", "optim")
+FILTERS = ("scheme", "task", "seed", "data_seed", "train_len", "status", "converged", "hash")
 NOT_A_VARIANT = ("scheme", "task", "seed", "data_seed", "init", "results_dir", "device", "threads")
 
 
@@ -31,9 +35,11 @@ def train(words: list[str]) -> None:
         UserError: the words or the config are wrong.
         RunFailed: a run broke or was stopped; the others of a sweep were still trained.
     """
+    from posx import hydra_app
+
     failures: list[Exception] = []
 
-    def job(node: DictConfig) -> float:
+    def job(node: "DictConfig") -> float:
         """Never raises: Hydra would end the sweep. Returns the in-range error, for sweepers."""
         try:
             record = _train_one(node)
@@ -49,8 +55,11 @@ def train(words: list[str]) -> None:
         raise failures[-1]
 
 
-def _train_one(node: DictConfig) -> dict[str, Any]:
+def _train_one(node: "DictConfig") -> dict[str, Any]:
     """Train the run of one composed config, unless it is there already; returns its record."""
+    from hydra.core.hydra_config import HydraConfig
+
+    from posx.config import from_node
     from posx.train import Interrupted
     from posx.train import train as train_run
 
@@ -62,9 +71,7 @@ def _train_one(node: DictConfig) -> dict[str, Any]:
     if config.init is not None:
         parent, config = _parent(config)
     run = Run(
-        runs.folder_of(
-            results, config.task_name, config.scheme_name, config.seed, config.digest()
-        )
+        runs.folder_of(results, config.task_name, config.scheme_name, config.seed, config.digest())
     )
     with run.lock() as mine:
         if not mine:
@@ -76,7 +83,9 @@ def _train_one(node: DictConfig) -> dict[str, Any]:
             try:
                 record = train_run(config, run, parent, label)
             except Interrupted as error:
-                raise RunFailed(f"stopped by {error}; the same command goes on", 128 + error.number) from None
+                raise RunFailed(
+                    f"stopped by {error}; the same command goes on", 128 + error.number
+                ) from None
             except UserError:
                 raise
             except Exception as error:
@@ -107,13 +116,11 @@ def describe(record: dict[str, Any]) -> str:
 
 def _label(scheme: str, overrides: list[str]) -> str:
     """The scheme's name and every override that makes this run another one than the default."""
-    kept = [
-        word for word in overrides if word.partition("=")[0].lstrip("+~") not in NOT_A_VARIANT
-    ]
+    kept = [word for word in overrides if word.partition("=")[0].lstrip("+~") not in NOT_A_VARIANT]
     return " ".join([scheme, *sorted(kept)])
 
 
-def _parent(config: Config) -> tuple[Run, Config]:
+def _parent(config: "Config") -> tuple[Run, "Config"]:
     """The finished run that `init` names, and the config with its hash in place of its path."""
     parent = Run(Path(str(config.init)).absolute())
     record = parent.record()
@@ -126,6 +133,179 @@ def _parent(config: Config) -> tuple[Run, Config]:
     return parent, config.with_parent(record["hash"], record["train_len"])
 
 
-def load_config(run: Run) -> Config:
-    """The config that a run was trained with."""
-    return loads(run.config_text(), str(run.folder))
+# -- eval ------------------------------------------------------------------------------------------
+
+
+def evaluate(
+    words: list[str],
+    results: Path,
+    lengths: str | None,
+    extensions: list[str],
+    trusted: tuple[str, ...],
+    extra: Path | None,
+    again: bool,
+    **budget: Any,
+) -> None:
+    """Fill the missing cells of the runs that `words` name; of all finished runs when none is named.
+
+    Raises:
+        UserError: no run, or a length or extension that fits none of them; found before any work.
+        RunFailed: a run's weights cannot be read; the others were evaluated.
+    """
+    from posx import build
+    from posx.evaluate import fill, plan
+    from posx.measure import Budget
+
+    wanted = None if lengths is None else parse_lengths(lengths)
+    changes = [
+        build.make_extension(build.load_yaml(catalog.find("extension", name, extra)))
+        for name in extensions
+    ]
+    chosen = [run for run in _choose(words, results) if run.record()["status"] == "finished"]
+    if not chosen:
+        raise UserError(
+            f"no finished run {_with(words)}in {results}: see all with `posx list run`, train one with "
+            "`posx train scheme=rope`"
+        )
+    plans, refused = [], []
+    for run in chosen:
+        try:
+            plans.append(plan(run, wanted, changes, trusted))
+        except UserError as error:
+            refused.append(str(error))
+    if not plans:
+        raise UserError(refused[0])
+    for text in dict.fromkeys(refused):
+        say(f"skipped: {text}")
+    broken = 0
+    for each in plans:
+        try:
+            fill(each, Budget(**budget), again)
+        except UserError as error:
+            broken += 1
+            say(f"posx: {error}")
+    if broken:
+        raise RunFailed(f"{broken} of {len(plans)} runs could not be evaluated")
+    say(f"{len(plans)} runs evaluated; compare them with `posx report`")
+
+
+# -- report, list, show ----------------------------------------------------------------------------
+
+
+def report(words: list[str], results: Path, **options: Any) -> None:
+    """Print or write the comparison tables of all runs, or of those that `words` name."""
+    from posx.report import report as compare
+
+    for written in compare(_choose(words, results), results, **options):
+        say(f"wrote {written}")
+
+
+def list_names(group: str, words: list[str], results: Path, extra: Path | None) -> None:
+    """One line for each scheme, task, extension, model or run."""
+    from posx.display import print_rows
+
+    if group == "run":
+        print_rows([_run_line(run) for run in _choose(words, results)])
+        return
+    if group not in GROUPS:
+        raise UserError(
+            f"cannot list {group!r}{catalog.nearest(group, [*GROUPS, 'run'])}: use "
+            f"{', '.join([*GROUPS, 'run'])}"
+        )
+    files = catalog.files(group, extra)
+    rows = [{"name": name, "card": catalog.card(path)} for name, path in files.items()]
+    if group == "scheme":
+        from posx.cards import scheme_facts
+
+        rows = [
+            {"name": row["name"], **scheme_facts(files[row["name"]]), "card": row["card"]}
+            for row in rows
+        ]
+    print_rows(rows)
+
+
+def show(word: str, extra: Path | None) -> None:
+    """The card of `scheme=rope` (or a task or extension), or the config and tables of a run."""
+    from posx import cards
+
+    group, equals, name = word.partition("=")
+    if equals:
+        if group not in GROUPS:
+            raise UserError(
+                f"cannot show {group!r}{catalog.nearest(group, GROUPS)}: use {', '.join(GROUPS)} or a run "
+                "folder"
+            )
+        cards.show_name(group, catalog.find(group, name, extra))
+        return
+    folder = Path(word)
+    if not folder.exists():
+        known = [f"{group}={name}" for group in GROUPS for name in catalog.files(group, extra)]
+        raise UserError(
+            f"{word} is no run folder{catalog.nearest(word, known)}: write a folder from `posx list run`, or "
+            "scheme=rope"
+        )
+    cards.show_run(Run(folder.absolute()))
+
+
+def _run_line(run: Run) -> dict[str, str]:
+    record = run.record()
+    check = record.get("check") or {}
+    converged = {True: "yes", False: "no", None: ""}[record["converged"]]
+    return {
+        "task": record["task"],
+        "scheme": record["label"],
+        "train_len": str(record["train_len"]),
+        "seed": str(record["seed"]),
+        "status": record["status"] + (f": {record['reason']}" if record["reason"] else ""),
+        "steps": str(record["steps"]),
+        "converged": converged,
+        "accuracy": f"{check['token_acc']:.4f}" if check else "",
+        "run": str(_relative(run.folder)),
+    }
+
+
+def _relative(folder: Path) -> Path:
+    """The folder as seen from here, where it lies below."""
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+
+# -- which runs ------------------------------------------------------------------------------------
+
+
+def _choose(words: list[str], results: Path) -> list[Run]:
+    """Runs by folder, or all in `results` that match every key=value; a value may be a comma list.
+
+    Raises:
+        UserError: there is none, or a key that runs do not have.
+    """
+    filters = dict(word.split("=", 1) for word in words if "=" in word)
+    folders = [Path(word) for word in words if "=" not in word]
+    if folders:
+        found, problems = [Run(folder.absolute()) for folder in folders], []
+    else:
+        found, problems = runs.find(results)
+    for problem in problems:
+        say(f"posx: left out: {problem}")
+    matching = [run for run in found if _matches(run.record(), filters)]
+    if not matching:
+        raise UserError(
+            f"no runs {_with(words)}in {results}: train one with `posx train scheme=rope`, or name another "
+            "folder with --results-dir"
+        )
+    return matching
+
+
+def _matches(record: dict[str, Any], filters: dict[str, str]) -> bool:
+    for key, value in filters.items():
+        if key not in record:
+            raise UserError(
+                f"cannot choose runs by {key!r}{catalog.nearest(key, record)}: use {', '.join(FILTERS)}"
+            )
+        if str(record[key]).lower() not in value.lower().split(","):
+            return False
+    return True
+
+
+def _with(words: list[str]) -> str:
+    return f"with {' '.join(words)} " if words else ""

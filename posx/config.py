@@ -88,7 +88,9 @@ class TrainConfig:
     check_sequences: int
     decay_at: float  # accuracy of a check at which the learning rate starts to fall
     decay_steps: int
-    converged_at: float  # accuracy of the last check, whole answer and last tenth, of a converged run
+    converged_at: (
+        float  # accuracy of the last check, whole answer and last tenth, of a converged run
+    )
     checkpoint_every: int  # steps
 
     def __post_init__(self) -> None:

@@ -22,7 +22,9 @@ def pick_device(name: str) -> torch.device:
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device={name} is not known: use auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise UserError(f"device={name}: there are {torch.cuda.device_count()} GPUs here; use auto or cpu")
+        raise UserError(
+            f"device={name}: there are {torch.cuda.device_count()} GPUs here; use auto or cpu"
+        )
     return device
 
 

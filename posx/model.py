@@ -7,7 +7,6 @@ projection (results/recipe has the comparison). Position enters through the sche
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from posx.attention import Cache, attend
 from posx.config import ModelConfig
 from posx.schemes.base import Scheme, Site
-from posx.tasks.base import Vocab
+from posx.tasks.base import Batch, Vocab
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).square()}
 
@@ -70,7 +69,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens to logits. `make_scheme` builds the scheme object of a site: one a layer, or one for all
+    """Digits of tokens to logits. `make_scheme` builds the scheme object of a site: one a layer, or one for all
     layers when the class says that it is shared."""
 
     def __init__(
@@ -133,34 +132,47 @@ class Transformer(nn.Module):
         c = self.config
         width = c.n_heads * c.d_head
         matrices = c.n_layers * (4 * c.d_model * width + 2 * c.d_model * c.d_ff)
-        logits = self.vocab.digits * self.vocab.rows * c.d_model  # on the answer: half of the tokens
+        logits = (
+            self.vocab.digits * self.vocab.rows * c.d_model
+        )  # on the answer: half of the tokens
         if self.head is not None and c.head == "tied_projected":
             logits += self.head.weight.numel()
         return 3 * (2 * matrices + logits + 2 * c.n_layers * length * width)
 
     def forward(
         self,
-        tokens: Tensor,
+        digits: Tensor,
         last: int | None = None,
         caches: list[Cache] | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """tokens: (B, T) -> logits of the last `last` tokens (all when None): (B, last, digits, rows).
+        """Digit ids (B, T, digits), as `Vocab.split` makes them -> logits of the last `last` tokens (all
+        when None): (B, last, digits, rows).
 
         With `caches` (one a layer), the tokens follow those already cached. `generator` is given in
         training only, for schemes that draw positions.
         """
         scheme = self.schemes[0]
         offset = len(caches[0]) if caches else 0
-        pos = scheme.positions(tokens.shape[1], offset, generator).to(tokens.device)  # (T,)
-        x = scheme.embed(self._embed(tokens), pos)  # (B, T, E)
+        pos = scheme.positions(digits.shape[1], offset, generator).to(digits.device)  # (T,)
+        x = scheme.embed(self._embed(digits), pos)  # (B, T, E)
         for layer, block in enumerate(self.blocks):
             x = block(x, pos, caches[layer] if caches else None)
         return self._logits(self.final_norm(x if last is None else x[:, -last:]))
 
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """(B, T) -> (B, T, E), with unit variance a component."""
-        digits = self.vocab.split(tokens)  # (B, T, digits)
+    def answer(
+        self, batch: Batch, generator: torch.Generator | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Teacher-forced logits of the answer and EOS, and the digits that are right.
+
+        -> (B, n_answer, digits, rows), (B, n_answer, digits).
+        """
+        digits = self.vocab.split(batch.tokens.to(self.embedding.device))  # (B, T, digits)
+        logits = self(digits[:, :-1], last=batch.n_answer, generator=generator)
+        return logits, digits[:, -batch.n_answer :]
+
+    def _embed(self, digits: Tensor) -> Tensor:
+        """(B, T, digits) -> (B, T, E), with unit variance a component."""
         rows = [F.embedding(digits[..., d], self.embedding[d]) for d in range(self.vocab.digits)]
         return sum(rows[1:], rows[0]) * math.sqrt(self.config.d_model / self.vocab.digits)
 

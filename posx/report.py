@@ -105,8 +105,10 @@ def report(
         draw(rows, plot, metric)
         written.append(plot)
     if output is not None:
-        text = _table_text(rows, known, metric, console.width) if fmt == "table" else ""
-        text = text or export(rows, known, metric, fmt)
+        if fmt == "table":
+            text = _table_text(rows, known, metric, console.width)
+        else:
+            text = export(rows, known, metric, fmt)
         write_atomic(output, lambda file: file.write(text.encode()))
         written.append(output)
     elif fmt == "table":
@@ -431,7 +433,7 @@ def _summary_grid(title: str, summary: pd.DataFrame) -> Grid:
         ("effective", "length"),
         ("factor",),
         ("AULC",),
-        ("seeds started/", "finished/", "converged"),
+        ("seeds", "started/", "finished/", "converged"),
         ("steps",),
     ]
     body = [(_name(curve), _summary_cells(curve)) for curve in summary.to_dict("records")]
@@ -486,7 +488,7 @@ def _tokens(value: float) -> str:
 
 
 def _times(value: float) -> str:
-    return "n/a" if pd.isna(value) else f"{value:.3g}x"
+    return "n/a" if pd.isna(value) else f"{value:.4g}x"
 
 
 def _between(low: float, high: float, show: Any) -> str:
@@ -696,6 +698,7 @@ _LATEX = {c: f"\\{c}" for c in "&%$#_{}"} | {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
+    "[": "{[}",  # after a line break it would start an option
 }
 
 
@@ -830,6 +833,7 @@ def _panel(axis: Any, table: pd.DataFrame, names: list[str], train_len: int, met
     """The curves of one task and training length."""
     axis.set_xscale("log", base=2)
     axis.axvline(train_len, color="0.6", linewidth=1, zorder=0)
+    crossed = 0
     for name, curve in table.groupby("name"):
         style = _style(names, name)
         good = curve[curve["n_computing"] > 0].sort_values("length")
@@ -839,21 +843,27 @@ def _panel(axis: Any, table: pd.DataFrame, names: list[str], train_len: int, met
             band["length"], band["min"], band["max"], color=style["color"], alpha=0.15, linewidth=0
         )
         gone = curve.loc[curve["n_computing"] == 0, "length"]
-        # At the axis; a little higher for each name, so that crosses do not hide one another.
-        height = 0.02 + 0.035 * (names.index(name) % 8)
-        axis.plot(
-            gone,
-            [height] * len(gone),
-            color=style["color"],
-            marker="x",
-            markersize=5,
-            linestyle="none",
-            transform=axis.get_xaxis_transform(),
-        )
+        if len(gone):
+            _crosses(axis, gone, style["color"], height=0.03 * crossed)
+            crossed += 1  # the next ones stand higher, so that they do not hide these
     if metric in _WITH_CHANCE:
         chance = table.groupby("length")["chance"].mean()
         axis.plot(chance.index, chance, color="0.5", linestyle="--", linewidth=1, zorder=0)
     _axes(axis, sorted(set(table["length"])), train_len, metric)
+
+
+def _crosses(axis: Any, lengths: pd.Series, colour: str, height: float) -> None:
+    """Mark lengths at the x axis, or a share of the panel's height above it."""
+    axis.plot(
+        lengths,
+        [height] * len(lengths),
+        color=colour,
+        marker="x",
+        markersize=5,
+        linestyle="none",
+        transform=axis.get_xaxis_transform(),
+        clip_on=False,
+    )
 
 
 def _axes(axis: Any, lengths: list[int], train_len: int, metric: str) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 SCHEMA = 1  # of the run folder; part of the hash, so a change of meaning never mixes with old runs
 
+NO_EXTENSION = "none"  # in eval.csv
+
 # What each column means; `posx show RUN` prints these.
 TRAIN_COLUMNS = {
     "step": "optimizer steps done",
@@ -139,10 +141,14 @@ class Run:
             # "none" is a value here and an empty cell is missing: pandas' own list has both.
             table = pd.read_csv(path, keep_default_na=False, na_values=[""])
         except (OSError, ValueError) as error:
-            raise UserError(f"{path} cannot be read ({error}); delete it and run the command again") from None
+            raise UserError(
+                f"{path} cannot be read ({error}); delete it and run the command again"
+            ) from None
         missing = [column for column in columns if column not in table]
         if missing:
-            raise UserError(f"{path} lacks the columns {', '.join(missing)}; delete it and run the command again")
+            raise UserError(
+                f"{path} lacks the columns {', '.join(missing)}; delete it and run the command again"
+            )
         return table
 
     def write_table(self, name: str, table: "pd.DataFrame") -> None:
@@ -264,7 +270,9 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        raise UserError(f"cannot write {path} ({error.strerror or error}): what was there is kept") from None
+        raise UserError(
+            f"cannot write {path} ({error.strerror or error}): what was there is kept"
+        ) from None
     finally:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from posx import metrics, optim
 from posx.build import make_model, make_task
@@ -88,8 +88,7 @@ def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str,
             check = _check(config, task, model, -1, config.train.check_sequences * FINAL_CHECK)
     except Interrupted as error:
         run.write_record(
-            record
-            | {"status": "interrupted", "reason": str(error), "steps": state.step}
+            record | {"status": "interrupted", "reason": str(error), "steps": state.step}
         )
         raise
     target = config.train.converged_at
@@ -137,10 +136,15 @@ def draw_items(config: TrainConfig, most: int, step: int, random: torch.Generato
     return int(torch.randint(1, most + 1, (1,), generator=random))
 
 
+def training_items(config: Config, task: Task, step: int) -> tuple[int, torch.Generator]:
+    """Payload symbols of a step, and the generator that goes on to draw them."""
+    random = generator("train", config.data_seed, step)
+    return draw_items(config.train, task.items(config.train_len), step, random), random
+
+
 def training_batch(config: Config, task: Task, step: int) -> tuple[Batch, torch.Generator]:
     """The batch of a step and the generator that goes on to draw the scheme's positions."""
-    random = generator("train", config.data_seed, step)
-    n = draw_items(config.train, task.items(config.train_len), step, random)
+    n, random = training_items(config, task, step)
     length = task.length(n)
     sequences = max(1, config.train.tokens_per_step // length)
     return task.sample(random, sequences, length), random
@@ -228,7 +232,7 @@ def _step(
     clip: float,
 ) -> tuple[float, float]:
     """One optimizer step; returns the loss and the gradient norm before clipping."""
-    logits, digits = answer_logits(model, batch, random)
+    logits, digits = model.answer(batch, random)
     loss = metrics.loss(logits.float(), digits)
     for optimizer in optimizers:
         optimizer.zero_grad()
@@ -239,18 +243,6 @@ def _step(
     return loss.item(), norm.item()
 
 
-def answer_logits(
-    model: Transformer, batch: Batch, random: torch.Generator | None = None
-) -> tuple[Tensor, Tensor]:
-    """Teacher-forced logits of the answer and EOS, and their digits.
-
-    -> (B, n_answer, digits, rows), (B, n_answer, digits).
-    """
-    tokens = batch.tokens.to(model.embedding.device)
-    logits = model(tokens[:, :-1], last=batch.n_answer, generator=random)
-    return logits, model.vocab.split(tokens[:, -batch.n_answer :])
-
-
 @torch.no_grad()
 def _check(
     config: Config, task: Task, model: Transformer, step: int, sequences: int
@@ -258,7 +250,7 @@ def _check(
     """Accuracy at the training length on fresh in-range sequences; decides when training ends."""
     random = generator("check", config.data_seed, step)
     batch = task.sample(random, sequences, config.train_len)
-    right = metrics.right(*answer_logits(model, batch))  # (B, n + 1)
+    right = metrics.right(*model.answer(batch))  # (B, n + 1)
     payload = right[:, :-1].double()  # (B, n)
     last = metrics.tail(payload.shape[1])
     return {

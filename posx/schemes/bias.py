@@ -46,7 +46,7 @@ class Alibi(Scheme):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Let the slopes change device but never precision.
 
-        In bfloat16 the bias of 12 heads is off by up to 27 at distance 8192.
+        Slopes cast to bfloat16 move a bias at distance 8192 by up to 0.6 with 12 heads.
         """
         exact = self.slopes
         super()._apply(fn, recurse)

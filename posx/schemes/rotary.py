@@ -186,8 +186,8 @@ def yarn(
 
     Peng et al. 2023 (arXiv:2309.00071). A pair is fast when it makes beta_fast turns in train_len
     tokens and slow when it makes beta_slow. The published 32 and 1 suit thousands of tokens: in 64
-    tokens even the fastest pair makes 10 turns, so none would stay whole. beta_fast null is
-    train_len / 16, which is 4 at 64 tokens.
+    tokens even the fastest pair makes 10 turns. beta_fast null is train_len / 16, which is 4 at 64
+    tokens; where the ramp then spans a pair or two, `truncate` would round the change away.
     """
     factor = _factor("yarn", scheme, length, factor)
     train_len = scheme.site.train_len

@@ -94,6 +94,10 @@ class Task(ABC):
         """Tokens of a sequence of n payload symbols."""
         return 2 * n + N_SPECIAL
 
+    def can_make(self, length: int) -> bool:
+        n = self.items(length)
+        return n >= 1 and not (self.unique and n > self.vocab.size)
+
     def check_length(self, length: int) -> None:
         """Refuse a length that cannot be made.
 
@@ -101,14 +105,14 @@ class Task(ABC):
             UserError: too short for one symbol, or more unique symbols than the vocabulary has.
         """
         n = self.items(length)
+        if self.can_make(length):
+            return
         if n < 1:
             raise UserError(f"length {length} is too short for task {self.name}: at least 5 tokens")
-        if self.unique and n > self.vocab.size:
-            raise UserError(
-                f"length {length} needs {n} unique symbols, task {self.name} has {self.vocab.size}: "
-                f"use lengths up to {2 * self.vocab.size + N_SPECIAL}, a larger task.vocab.base, or "
-                "task.unique=false"
-            )
+        raise UserError(
+            f"length {length} needs {n} unique symbols, task {self.name} has {self.vocab.size}: use lengths "
+            f"up to {self.length(self.vocab.size)}, a larger task.vocab.base, or task.unique=false"
+        )
 
     @abstractmethod
     def payload(self, generator: torch.Generator, batch: int, n: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Copy: repeat the payload.
 
-    BOS 7 2 9 SEP 7 2 9 EOS
-              ^ the answer and EOS carry the loss
+BOS 7 2 9 SEP 7 2 9 EOS
+          ^ the answer and EOS carry the loss
 """
 
 import torch

@@ -1,7 +1,7 @@
 """Sort: the payload in ascending order.
 
-    BOS 7 2 9 SEP 2 7 9 EOS
-              ^ the answer and EOS carry the loss
+BOS 7 2 9 SEP 2 7 9 EOS
+          ^ the answer and EOS carry the loss
 """
 
 import math

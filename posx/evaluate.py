@@ -1,0 +1,140 @@
+"""Fill the table of a run: which cells it should have, which are missing, one after the other.
+
+Each cell is written as soon as it is there, so an interrupted evaluation loses at most one.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
+import torch
+
+from posx import build, stats
+from posx.build import Extension
+from posx.config import Config, loads
+from posx.device import pick_device, pick_dtype
+from posx.lengths import DEFAULT, Lengths
+from posx.measure import Budget, measure
+from posx.progress import Bar, say
+from posx.runs import EVAL_COLUMNS, NO_EXTENSION, Run
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The cells that one run should have."""
+
+    run: Run
+    config: Config
+    cells: list[tuple[Extension | None, int]]
+
+
+def plan(
+    run: Run, lengths: Lengths | None, extensions: list[Extension], trusted: tuple[str, ...]
+) -> Plan:
+    """All cells of a run, checked before any work; the default lengths that its task can make when
+    `lengths` is None.
+
+    The training length is always among them, also without an extension: verdicts rest on it.
+
+    Raises:
+        UserError: the run cannot be rebuilt, its task cannot make a length, or an extension does not
+            apply to its scheme.
+    """
+    config = loads(run.config_text(), str(run.folder))
+    build.check_trust(config, trusted)
+    task = build.make_task(config)
+    if lengths is None:
+        wanted = [n for n in DEFAULT.of(config.train_len) if task.can_make(n)]
+    else:
+        wanted = lengths.of(config.train_len)
+        for length in wanted:
+            task.check_length(length)
+    for extension in extensions:
+        extension.check(build.locate(config.scheme))
+    wanted = sorted({config.train_len, *wanted})
+    cells: list[tuple[Extension | None, int]] = [(None, config.train_len)]
+    for extension in extensions or [None]:
+        cells += [(extension, length) for length in wanted if (extension, length) != cells[0]]
+    return Plan(run, config, cells)
+
+
+def fill(plan: Plan, budget: Budget, again: bool) -> None:
+    """Compute the missing cells of a run, or all of them `again`.
+
+    Raises:
+        UserError: the weights are missing or do not fit.
+    """
+    config, run = plan.config, plan.run
+    with run.lock() as mine:
+        if not mine:
+            say(f"{run.folder}: another process is working on this run; left alone")
+            return
+        table = run.table("eval")
+        missing = [cell for cell in plan.cells if again or not _has(table, *cell, budget)]
+        if not missing:
+            return
+        record = run.record()
+        torch.set_num_threads(config.threads)
+        task = build.make_task(config)
+        model = build.make_model(config, task)
+        build.load_weights(model, run)
+        model.to(pick_device(config.device), pick_dtype(config.dtype, config.device))
+        with Bar(f"{config.task_name}/{record['label']} seed {config.seed}", len(missing)) as bar:
+            for done, (extension, length) in enumerate(missing):
+                name = _name(extension)
+                bar.update(done, f"{length} tokens" + ("" if extension is None else f" {name}"))
+                cell = measure(model, task, config, length, budget, extension, record["steps"])
+                row = {
+                    "scheme": config.scheme_name,
+                    "extension": name,
+                    "task": config.task_name,
+                    "seed": config.seed,
+                    "train_len": config.train_len,
+                    **cell,
+                }
+                table = _with_row(table, row)
+                run.write_table("eval", table)
+            bar.update(len(missing), "done")
+
+
+def _name(extension: Extension | None) -> str:
+    return NO_EXTENSION if extension is None else extension.name
+
+
+def _has(table: pd.DataFrame, extension: Extension | None, length: int, budget: Budget) -> bool:
+    """Whether a cell is there as asked for. One that failed for want of memory or by an error is
+    tried again."""
+    rows = table[(table["extension"] == _name(extension)) & (table["length"] == length)]
+    if rows.empty or rows.iloc[0]["status"] in ("over_memory", "error"):
+        return False
+    row = rows.iloc[0]
+    if row["status"] != "ok":
+        return True
+    if budget.sequences is not None and row["sequences"] != budget.sequences:
+        return False
+    return not (budget.generate and pd.isna(row["generated_acc"]))
+
+
+def _with_row(table: pd.DataFrame, row: dict[str, Any]) -> pd.DataFrame:
+    """The table with the row in the place of an older one, sorted, verdicts brought up to date."""
+    others = table[
+        (table["extension"] != row["extension"]) | (table["length"] != row["length"])
+    ].to_dict("records")
+    rows = sorted(
+        [*others, row],
+        key=lambda row: (row["extension"] != NO_EXTENSION, row["extension"], row["length"]),
+    )
+    at_train_len = [
+        row for row in rows if (row["extension"], row["length"]) == (NO_EXTENSION, row["train_len"])
+    ]
+    trained = (
+        bool(at_train_len)
+        and at_train_len[0]["computes"]
+        and stats.is_trained(at_train_len[0]["token_acc_lo"])
+    )
+    for each in rows:
+        computes = bool(each["computes"])
+        skill_high = stats.skill(each["token_acc_hi"], each["chance"]) if computes else 0.0
+        low = each["token_acc_lo"] if computes else 0.0
+        each["verdict"] = stats.verdict(computes, low, skill_high, trained)
+    return pd.DataFrame(rows, columns=list(EVAL_COLUMNS))

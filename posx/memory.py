@@ -1,0 +1,71 @@
+"""How much memory a piece of work took, and how much the machine has."""
+
+import os
+import resource
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+MIB = 2**20
+CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+class Peak:
+    """Peak memory above the start of a `with` block, in MiB: of the GPU where one is used, else of
+    the process. Where the kernel cannot reset its mark (not Linux), only growth beyond the highest
+    point so far is seen."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.mib = 0.0
+
+    def __enter__(self) -> "Peak":
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.start = float(torch.cuda.memory_allocated(self.device)) / MIB
+            return self
+        try:
+            CLEAR_REFS.write_text("5")
+            self.start = _status("VmRSS")
+        except OSError:
+            self.start = _highest()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.device.type == "cuda":
+            highest = torch.cuda.max_memory_allocated(self.device) / MIB
+        else:
+            highest = _highest()
+        self.mib = max(0.0, highest - self.start)
+
+
+def _highest() -> float:
+    """The highest resident size since the mark was reset, MiB."""
+    try:
+        return _status("VmHWM")
+    except OSError:
+        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return size / MIB if sys.platform == "darwin" else size / 1024
+
+
+def _status(field: str) -> float:
+    """A field of /proc/self/status, MiB."""
+    for line in STATUS.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise OSError(f"no {field} in {STATUS}")
+
+
+def available() -> float:
+    """Memory that the machine can still give, MiB."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / MIB
+    except (ValueError, OSError):
+        return 2048.0
