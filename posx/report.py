@@ -13,7 +13,7 @@ import json
 import math
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -28,7 +28,7 @@ from rich.text import Text
 
 from posx import stats
 from posx.errors import UserError
-from posx.runs import EVAL_COLUMNS, Run, write_atomic
+from posx.runs import EVAL_COLUMNS, NO_EXTENSION, Run, write_atomic
 
 FORMATS = ("table", "csv", "md", "latex", "json", "html")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -70,6 +70,8 @@ _WITH_CHANCE = {"token_acc", "generated_acc"}  # the metrics that the `chance` c
 
 GROUP = ["task", "train_len", "label", "group", "scheme"]
 CURVE = [*GROUP, "extension"]
+_POOLED = ["sequences", "token_acc", "token_acc_lo", "token_acc_hi"]
+_SUMMED = ["length", "computes", "verdict", "token_acc", "skill", "trained"]
 
 
 def report(
@@ -218,7 +220,7 @@ def collect(known: pd.DataFrame) -> pd.DataFrame:
     """
     rows = []
     for run in known.to_dict("records"):
-        table = run["run"].table("eval").to_dict("records")
+        table = _records(run["run"].table("eval"), list(EVAL_COLUMNS))
         trained = all(row["verdict"] != "untrained" for row in table)
         added = {name: run[name] for name in (*GROUP, "converged", "folder")}
         rows += [{**row, **added, "trained": trained} for row in table]
@@ -233,10 +235,10 @@ def cells(rows: pd.DataFrame, metric: str = "token_acc") -> pd.DataFrame:
     min and max are empty with one seed: one value has no spread.
     """
     found = []
-    for key, part in rows.groupby([*CURVE, "trained", "length"], dropna=False):
-        found.append({**dict(zip([*CURVE, "trained", "length"], key, strict=True))})
-        found[-1] |= _cell(part, metric)
-    columns = [*CURVE, "trained", "length", "n_seeds", "n_computing", "mean", "min", "max"]
+    at = [*CURVE, "trained", "length"]
+    for key, part in _parts(rows, at):
+        found.append(dict(zip(at, key, strict=True)) | _cell(part, metric))
+    columns = [*at, "n_seeds", "n_computing", "mean", "min", "max"]
     columns += ["chance", "verdict", "verdict_worst", "status"]
     return pd.DataFrame(found, columns=columns)
 
@@ -264,7 +266,7 @@ def _pooled_verdict(part: pd.DataFrame) -> str:
     good = part[part["computes"]]
     if len(good) < 2:
         return stats.worst(good["verdict"]) if len(good) else "cannot"
-    _, lo, hi = stats.pool(good.to_dict("records"))
+    _, lo, hi = stats.pool(_records(good, _POOLED))
     skill_hi = stats.skill(hi, good["chance"].mean())
     return stats.verdict(True, lo, skill_hi, bool(good["trained"].all()))
 
@@ -277,10 +279,10 @@ def summarise(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
     min and max is empty with one.
     """
     found = []
-    for key, runs in known.groupby(GROUP, dropna=False):
+    for key, runs in _parts(known, GROUP):
         group = dict(zip(GROUP, key, strict=True))
         part = rows[rows["folder"].isin(runs["folder"])]
-        for extension in sorted(set(part["extension"])) or ["none"]:
+        for extension in sorted(set(part["extension"])) or [NO_EXTENSION]:
             curve = part[part["extension"] == extension]
             counts = _counts(runs, curve)
             found.append({**group, "extension": extension, **counts, **_headline(curve)})
@@ -302,12 +304,12 @@ def _counts(runs: pd.DataFrame, curve: pd.DataFrame) -> dict[str, Any]:
 def _headline(curve: pd.DataFrame) -> dict[str, Any]:
     """The summary numbers of one extension of one group."""
     train_len = int(curve["train_len"].iloc[0]) if len(curve) else 0
-    seeds = [part.to_dict("records") for _, part in curve.groupby("folder")]
+    seeds = [_records(part, _SUMMED) for _, part in _parts(curve, ["folder"])]
     trained = [seed for seed in seeds if seed[0]["trained"]]
     learned = curve[curve["trained"]]
     pooled = [
         {"length": length, "verdict": _pooled_verdict(part)}
-        for length, part in learned.groupby("length")
+        for (length,), part in _parts(learned, ["length"])
     ]
     performs = [stats.performs_to(seed, train_len) for seed in trained]
     pooled_to = stats.performs_to(pooled, train_len) if trained else math.nan
@@ -336,6 +338,17 @@ def _spread(name: str, values: pd.Series) -> dict[str, float]:
         f"{name}_min": values.min() if several else math.nan,
         f"{name}_max": values.max() if several else math.nan,
     }
+
+
+def _parts(frame: pd.DataFrame, by: list[str]) -> Iterator[tuple[Any, pd.DataFrame]]:
+    """The values of the columns `by`, a tuple, and the rows that have them; no row is left out."""
+    yield from frame.groupby(by, dropna=False)
+
+
+def _records(frame: pd.DataFrame, columns: list[str]) -> list[dict[str, Any]]:
+    """Rows as dicts of some columns; to_dict takes ten times as long on the few rows of a cell."""
+    values = zip(*(frame[column].tolist() for column in columns), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in values]
 
 
 def _label(record: Mapping[str, Any]) -> str:
@@ -384,7 +397,7 @@ def grids(rows: pd.DataFrame, known: pd.DataFrame, metric: str = "token_acc") ->
     )
     table = cells(rows, metric)
     found = []
-    for (task, train_len), part in summary.groupby(["task", "train_len"]):
+    for (task, train_len), part in _parts(summary, ["task", "train_len"]):
         here = table[(table["task"] == task) & (table["train_len"] == train_len)]
         title = f"{task}, train_len {train_len}"
         found.append(_length_grid(title, part, here, int(train_len), metric))
@@ -466,7 +479,7 @@ def _summary_cells(curve: dict[str, Any]) -> list[Cell]:
 
 def _name(curve: dict[str, Any]) -> str:
     extension = curve["extension"]
-    return curve["label"] if extension == "none" else f"{curve['label']} + {extension}"
+    return curve["label"] if extension == NO_EXTENSION else f"{curve['label']} + {extension}"
 
 
 def _untrained_name(curve: dict[str, Any]) -> str:
@@ -791,7 +804,7 @@ def draw(rows: pd.DataFrame, path: Path, metric: str = "token_acc") -> None:
         raise UserError("there is nothing to draw: no run here is evaluated, see `posx eval`")
     table = cells(rows, metric)
     table["name"] = [_plot_name(curve) for curve in table.to_dict("records")]
-    panels = list(table.groupby(["task", "train_len"]))
+    panels = list(_parts(table, ["task", "train_len"]))
     columns = min(len(panels), 3)
     lines = math.ceil(len(panels) / columns)
     names = sorted(set(table["name"]))
@@ -834,7 +847,7 @@ def _panel(axis: Any, table: pd.DataFrame, names: list[str], train_len: int, met
     axis.set_xscale("log", base=2)
     axis.axvline(train_len, color="0.6", linewidth=1, zorder=0)
     crossed = 0
-    for name, curve in table.groupby("name"):
+    for (name,), curve in _parts(table, ["name"]):
         style = _style(names, name)
         good = curve[curve["n_computing"] > 0].sort_values("length")
         axis.plot(good["length"], good["mean"], **style)

@@ -58,12 +58,6 @@ HOOKS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread_and_seed():
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def oracle():
     """x-transformers; its import warns about torch.jit."""
@@ -160,6 +154,7 @@ def test_copies_and_shifted_precision_keep_the_scheme(name):
             assert torch.equal(b, buffers[n])
     cast = copy.deepcopy(scheme).to(torch.bfloat16)
     assert {p.dtype for p in cast.parameters()} <= {torch.bfloat16}
+    assert {b.device.type for b in cast.to("meta").buffers()} <= {"meta"}  # they move with it
 
 
 # -- absolute ------------------------------------------------------------------------------------
@@ -708,7 +703,9 @@ def rope_of(dim: int) -> Rope:
 @pytest.mark.parametrize("dim", [16, 64])
 @pytest.mark.parametrize("factor", [4, 16])
 @pytest.mark.parametrize(
-    ("name", "extend"), [("linear", pi), ("ntk_static", ntk), ("yarn", yarn)], ids=lambda x: str(x)
+    ("name", "extend"),
+    [("linear", pi), ("ntk_static", ntk), ("yarn", yarn)],
+    ids=["linear", "ntk", "yarn"],
 )
 def test_static_extensions_golden(name, extend, dim, factor):
     want = golden("rope_scaling")[f"{name}_d{dim}_factor{factor}"]

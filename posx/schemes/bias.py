@@ -2,7 +2,7 @@
 
     z_ij + b_h(i - j)        hook: distance_bias
 
-Attention turns the function of distance into views and never needs a T x S table for it.
+On long inputs attention reads the bias as views of one vector a head, so no T x S table is built.
 """
 
 import math
