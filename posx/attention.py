@@ -1,13 +1,12 @@
 """Where a scheme meets attention: causal attention under any scheme, by the fastest exact path.
 
 The path follows from the hooks that the scheme overrides:
-    sdpa    nothing touches the scores: the fused causal kernel
-    strips  a function of i - j: fused kernel on blocks of queries, the bias a zero-copy strided view
-    masked  the same in training on short inputs: fused kernel with one additive mask
-    folded  the same in training on long inputs: the bias as extra query and key dimensions
-    banded  blocks of queries that see only their window (and sinks): O(n w)
-    dense   one block, for short inputs
-    blocks  blocks of queries, each with all its keys: O(n x block) memory
+    sdpa    nothing touches the scores: the fused causal kernel strips  a function of i - j: fused
+    kernel on blocks of queries, the bias a zero-copy strided view masked  the same in training on
+    short inputs: fused kernel with one additive mask folded  the same in training on long inputs:
+    the bias as extra query and key dimensions banded  blocks of queries that see only their window
+    (and sinks): O(n w) dense   one block, for short inputs blocks  blocks of queries, each with all
+    its keys: O(n x block) memory
 Only `masked` and `dense` build an n x n tensor, up to DENSE keys.
 """
 
@@ -52,7 +51,8 @@ class Cache:
 
 
 def choose_path(scheme: Scheme, n_queries: int, n_keys: int, training: bool) -> str:
-    """The path that `attend` takes; see the module's docstring. Depends on overridden hooks only."""
+    """The path that `attend` takes; see the module's docstring. Depends on overridden hooks
+    only."""
     by_distance = scheme.overrides("distance_bias")
     fused = not any(scheme.overrides(hook) for hook in ("mask", "value", "normalize"))
     content = scheme.overrides("scores")
@@ -176,9 +176,8 @@ def _blocks(
 def _strips(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A bias b(i - j) without an n x n tensor and without a copy.
 
-    u holds b(S-1), ..., b(0) and then -inf. With the queries in reverse order, the bias of a block is
-    a view of u in which rows and columns both advance by one element.
-    """
+    u holds b(S-1), ..., b(0) and then -inf. With the queries in reverse order, the bias of a block
+    is a view of u in which rows and columns both advance by one element."""
     n_queries, n_keys = q.shape[2], k.shape[2]
     if scheme.overrides("distance_bias"):
         bias = scheme.distance_bias(torch.arange(n_keys - 1, -1, -1, device=q.device))  # (H, S)

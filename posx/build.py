@@ -23,7 +23,8 @@ from posx.tasks.base import Task
 
 @dataclass(frozen=True)
 class Extension:
-    """A training-free change of a trained scheme at one evaluation length, with its parameters bound.
+    """A training-free change of a trained scheme at one evaluation length, with its parameters
+    bound.
 
     The annotation of the function's first parameter says which schemes it changes.
     """
@@ -54,8 +55,8 @@ class Extension:
                 if issubclass(locate(load_yaml(path)), self.kind)
             ]
             raise UserError(
-                f"extension {self.name} changes {self.kind.__name__}, not {scheme.__name__}: it applies to "
-                f"{', '.join(names) or 'no scheme in the catalogue'}"
+                f"extension {self.name} changes {self.kind.__name__}, not {scheme.__name__}: it "
+                f"applies to {', '.join(names) or 'no scheme in the catalogue'}"
             )
 
 
@@ -100,8 +101,8 @@ def load_weights(model: Transformer, run: Run) -> None:
         model.load_state_dict(run.load_weights())
     except RuntimeError as error:
         raise UserError(
-            f"{run.folder}: the weights do not fit its config ({' '.join(str(error).split())[:200]}); train "
-            "the run again"
+            f"{run.folder}: the weights do not fit its config "
+            f"({' '.join(str(error).split())[:200]}); train the run again"
         ) from None
 
 
@@ -131,8 +132,8 @@ def check_trust(config: Config, trusted: tuple[str, ...]) -> None:
         for target in _targets(node):
             if target.split(".")[0] not in allowed:
                 raise UserError(
-                    f"the run's config names {target}, which is not part of posx: if you trust that code, "
-                    f"add --trust {target.split('.')[0]}"
+                    f"the run's config names {target}, which is not part of posx: if you trust "
+                    f"that code, add --trust {target.split('.')[0]}"
                 )
 
 

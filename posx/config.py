@@ -107,13 +107,15 @@ class TrainConfig:
         )
         if self.decay_steps >= self.max_steps:
             raise UserError(
-                f"train.decay_steps={self.decay_steps} must be below train.max_steps={self.max_steps}"
+                f"train.decay_steps={self.decay_steps} must be below "
+                f"train.max_steps={self.max_steps}"
             )
 
 
 @dataclass(frozen=True)
 class Config:
-    """One run. Everything here but `device` and `threads` decides the result and enters the hash."""
+    """One run. Everything here but `device` and `threads` decides the result and enters the
+    hash."""
 
     scheme: dict[str, Any]  # name, _target_ and the scheme's parameters
     task: dict[str, Any]

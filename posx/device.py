@@ -36,8 +36,8 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
     """
     if name == "bfloat16" and pick_device(device).type == "cpu" and not cpu_has_bfloat16():
         raise UserError(
-            "dtype=bfloat16: this CPU has no instructions for it and would be about 80 times slower; use "
-            "dtype=float32"
+            "dtype=bfloat16: this CPU has no instructions for it and would be about 80 times "
+            "slower; use dtype=float32"
         )
     return DTYPES[name]
 

@@ -37,7 +37,8 @@ def plan(
     The training length is always among them, also without an extension: verdicts rest on it.
 
     Raises:
-        UserError: the run cannot be rebuilt, its task cannot make a length, or an extension does not
+        UserError: the run cannot be rebuilt, its task cannot make a length, or an extension does
+        not
             apply to its scheme.
     """
     config = loads(run.config_text(), str(run.folder))

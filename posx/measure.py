@@ -52,8 +52,8 @@ def n_sequences(task: Task, length: int, budget: Budget) -> int:
 
 
 def draw(task: Task, length: int, budget: Budget) -> Batch:
-    """The evaluation sequences of a length: a function of task, length and seed alone, so that every
-    scheme sees the same ones."""
+    """The evaluation sequences of a length: a function of task, length and seed alone, so that
+    every scheme sees the same ones."""
     random = generator("eval", task.name, budget.seed, length)
     return task.sample(random, n_sequences(task, length, budget), length)
 
@@ -69,8 +69,8 @@ def measure(
 ) -> dict[str, Any]:
     """One cell: the columns of eval.csv that do not name the run, without a verdict.
 
-    `steps` is how long the run was trained, to count sequences that training saw too. Nothing that goes
-    wrong in the pass is raised: it becomes the status and the reason.
+    `steps` is how long the run was trained, to count sequences that training saw too. Nothing that
+    goes wrong in the pass is raised: it becomes the status and the reason.
 
     Raises:
         UserError: the task cannot make the length, or the extension does not fit the scheme.
@@ -106,8 +106,8 @@ def _refuse(model: Transformer, n_tokens: int, budget: Budget) -> dict[str, str]
     if max_len is not None and n_tokens > max_len:
         return {
             "status": "out_of_range",
-            "reason": f"{n_tokens} tokens, the scheme's table has {max_len}; evaluate with --extend, or "
-            "train with a longer table",
+            "reason": f"{n_tokens} tokens, the scheme's table has {max_len}; evaluate with "
+            "--extend, or train with a longer table",
         }
     need = predict_mib(model, n_tokens)
     limit = budget.max_memory or available()
@@ -153,8 +153,8 @@ def _compute(
                     done = sum(len(part) for part in right)
                     return {
                         "status": "over_time",
-                        "reason": f"{seconds:.0f} s for {done} of {len(batch.tokens)} sequences, the budget "
-                        f"is {budget.max_seconds:.0f} s (--max-seconds)",
+                        "reason": f"{seconds:.0f} s for {done} of {len(batch.tokens)} sequences, "
+                        f"the budget is {budget.max_seconds:.0f} s (--max-seconds)",
                     }
     except UserError as error:
         return {"status": "out_of_range", "reason": str(error)}
@@ -221,8 +221,9 @@ def _generated_acc(model: Transformer, batch: Batch) -> float:
 
 
 def overlap(batch: Batch, task: Task, config: Config, steps: int) -> int:
-    """How many evaluation sequences the run was trained on as well: its batches of this size are drawn
-    again and compared. The two streams never share a seed, but short payloads recur by chance."""
+    """How many evaluation sequences the run was trained on as well: its batches of this size are
+    drawn again and compared. The two streams never share a seed, but short payloads recur by
+    chance."""
     evaluated = [row.numpy().tobytes() for row in batch.prompt]
     wanted, trained = set(evaluated), set[bytes]()
     n = batch.n_answer - 1
@@ -237,7 +238,7 @@ class _Probe:
     """Catches the input of the last layer's attention, to take the entropy of its weights later."""
 
     def __init__(self, model: Transformer) -> None:
-        self.attention = model.blocks[-1].attention
+        self.attention = model.layers[-1].attention
         self.caught: tuple[Any, ...] = ()
 
     def __enter__(self) -> "_Probe":

@@ -7,6 +7,7 @@ projection (results/recipe has the comparison). Position enters through the sche
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -69,8 +70,8 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Digits of tokens to logits. `make_scheme` builds the scheme object of a site: one a layer, or one for all
-    layers when the class says that it is shared."""
+    """Digits of tokens to logits. `make_scheme` builds the scheme object of a site: one a layer, or
+    one for all layers when the class says that it is shared."""
 
     def __init__(
         self,
@@ -96,39 +97,44 @@ class Transformer(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Weight | law: embedding N(0, 1/E), scaled by sqrt(E) at the input; matrices N(0, init_std^2),
-        those that write to the residual stream / sqrt(2 n_layers); biases 0; norms 1. What belongs to a
-        scheme was initialised by the scheme."""
+        """Weight | law: embedding N(0, 1/E), scaled by sqrt(E) at the input; matrices N(0,
+        init_std^2), those that write to the residual stream / sqrt(2 n_layers); biases 0; norms 1.
+        What belongs to a scheme was initialised by the scheme."""
         std = self.config.init_std
         nn.init.normal_(self.embedding, std=self.config.d_model**-0.5)
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=std)
-        for block in self.blocks:
+        for block in self.layers:
             attention = block.attention
             for linear in (attention.query, attention.key, attention.val, block.up):
                 nn.init.normal_(linear.weight, std=std)
             for linear in (attention.out, block.down):
-                nn.init.normal_(linear.weight, std=std / math.sqrt(2 * len(self.blocks)))
+                nn.init.normal_(linear.weight, std=std / math.sqrt(2 * len(self.layers)))
             nn.init.zeros_(block.up.bias)
             nn.init.zeros_(block.down.bias)
 
     @property
+    def layers(self) -> list[Block]:
+        """The blocks, bottom first."""
+        return cast(list[Block], list(self.blocks))
+
+    @property
     def schemes(self) -> list[Scheme]:
         """The scheme object of each layer; the first gives positions and embeds them."""
-        return [block.attention.scheme for block in self.blocks]
+        return [block.attention.scheme for block in self.layers]
 
     def replace_schemes(self, change: Callable[[Scheme], Scheme]) -> None:
         """Put `change(scheme)` in the place of every scheme; a shared one stays one object."""
         new: dict[int, Scheme] = {}
-        for block in self.blocks:
+        for block in self.layers:
             old = block.attention.scheme
             if id(old) not in new:
                 new[id(old)] = change(old)
             block.attention.scheme = new[id(old)]
 
     def flops(self, length: int) -> int:
-        """Floating-point operations of training on one token: three times the forward pass, attention
-        counted as causal (half of the n x n products)."""
+        """Floating-point operations of training on one token: three times the forward pass,
+        attention counted as causal (half of the n x n products)."""
         c = self.config
         width = c.n_heads * c.d_head
         matrices = c.n_layers * (4 * c.d_model * width + 2 * c.d_model * c.d_ff)
@@ -146,8 +152,8 @@ class Transformer(nn.Module):
         caches: list[Cache] | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Digit ids (B, T, digits), as `Vocab.split` makes them -> logits of the last `last` tokens (all
-        when None): (B, last, digits, rows).
+        """Digit ids (B, T, digits), as `Vocab.split` makes them -> logits of the last `last` tokens
+        (all when None): (B, last, digits, rows).
 
         With `caches` (one a layer), the tokens follow those already cached. `generator` is given in
         training only, for schemes that draw positions.
@@ -156,7 +162,7 @@ class Transformer(nn.Module):
         offset = len(caches[0]) if caches else 0
         pos = scheme.positions(digits.shape[1], offset, generator).to(digits.device)  # (T,)
         x = scheme.embed(self._embed(digits), pos)  # (B, T, E)
-        for layer, block in enumerate(self.blocks):
+        for layer, block in enumerate(self.layers):
             x = block(x, pos, caches[layer] if caches else None)
         return self._logits(self.final_norm(x if last is None else x[:, -last:]))
 

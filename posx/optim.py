@@ -1,11 +1,10 @@
 """Which parameter is trained by what.
 
-Muon (Jordan et al. 2024) orthogonalises the update of a matrix; it trains the matrices of the blocks.
-AdamW trains the rest: embedding, head, norms, biases, and whatever a scheme learns.
-"""
+Muon (Jordan et al. 2024) orthogonalises the update of a matrix; it trains the matrices of the
+blocks. AdamW trains the rest: embedding, head, norms, biases, and whatever a scheme learns."""
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from posx.config import OptimConfig
@@ -40,11 +39,12 @@ def make_optimizers(config: OptimConfig, model: Transformer) -> list[Optimizer]:
     return optimizers
 
 
-def block_matrices(model: Transformer) -> list[nn.Parameter]:
-    """The weights of the linear layers inside the blocks; a scheme's parameters are not among them."""
+def block_matrices(model: Transformer) -> list[Tensor]:
+    """The weights of the linear layers inside the blocks; a scheme's parameters are not among
+    them."""
     return [
         linear.weight
-        for block in model.blocks
+        for block in model.layers
         for linear in (
             block.attention.query,
             block.attention.key,

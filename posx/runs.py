@@ -16,7 +16,7 @@ import io
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +130,8 @@ class Run:
     # -- tables ----------------------------------------------------------------------------------
 
     def table(self, name: str) -> "pd.DataFrame":
-        """`train` or `eval` as a data frame with the columns above; empty where there is none yet."""
+        """`train` or `eval` as a data frame with the columns above; empty where there is none
+        yet."""
         import pandas as pd
 
         columns = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS}[name]
@@ -147,7 +148,8 @@ class Run:
         missing = [column for column in columns if column not in table]
         if missing:
             raise UserError(
-                f"{path} lacks the columns {', '.join(missing)}; delete it and run the command again"
+                f"{path} lacks the columns {', '.join(missing)}; delete it and run the command "
+                "again"
             )
         return table
 
@@ -197,7 +199,7 @@ class Run:
     # -- one writer at a time --------------------------------------------------------------------
 
     @contextmanager
-    def lock(self) -> Iterator[bool]:
+    def lock(self) -> Generator[bool]:
         """Whether this process is the only one working on the run. The kernel frees the lock of a
         killed process."""
         from filelock import FileLock, Timeout
@@ -221,7 +223,8 @@ def folder_of(results: Path, task: str, scheme: str, seed: int, digest: str) -> 
 
 
 def find(results: Path) -> tuple[list[Run], list[str]]:
-    """All readable runs below `results`, sorted by folder, and one sentence for each that is not."""
+    """All readable runs below `results`, sorted by folder, and one sentence for each that is
+    not."""
     runs, problems = [], []
     for folder in sorted((results / "runs").glob("*/*/seed*")):
         run = Run(folder)
@@ -246,8 +249,8 @@ def make_folder(folder: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"cannot write to {folder} ({error.strerror}): choose another folder with results_dir=... or "
-            "POSX_RESULTS_DIR"
+            f"cannot write to {folder} ({error.strerror}): choose another folder with "
+            "results_dir=... or POSX_RESULTS_DIR"
         ) from None
 
 
@@ -268,7 +271,7 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({error.strerror or error}): what was there is kept"

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
@@ -116,8 +116,8 @@ def load_parent(model: nn.Module, parent: Run) -> None:
     for name, tensor in parent.load_weights().items():
         if name not in own or own[name].shape[1:] != tensor.shape[1:]:
             raise UserError(
-                f"init={parent.folder}: its weight {name} {tuple(tensor.shape)} does not fit this model; "
-                "use the same scheme and model"
+                f"init={parent.folder}: its weight {name} {tuple(tensor.shape)} does not fit this "
+                "model; use the same scheme and model"
             )
         rows = min(len(tensor), len(own[name])) if tensor.ndim else 0
         if tensor.ndim:
@@ -303,7 +303,7 @@ def _resume(run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer])
 
 
 @contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals() -> Generator[list[int]]:
     """Collect requests to stop, so that a step is never cut in half. Only a main thread can."""
     pending: list[int] = []
     if threading.current_thread() is not threading.main_thread():

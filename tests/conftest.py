@@ -38,8 +38,8 @@ def seeded() -> None:
 
 
 def run_posx(folder: Path, *words: str, code: int | None = 0, **variables: str) -> Result:
-    """The command in `folder`, in this process, which spares the seconds that importing torch takes;
-    checks the exit code."""
+    """The command in `folder`, in this process, which spares the seconds that importing torch
+    takes; checks the exit code."""
     here = Path.cwd()
     os.chdir(folder)
     try:

@@ -2,6 +2,7 @@ from typing import Any
 
 import pytest
 import torch
+from test_conformance import SCHEMES, subject
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from posx.attention import DENSE, attend, choose_path
@@ -10,7 +11,6 @@ from posx.conformance import Subject, layer
 from posx.model import Transformer
 from posx.schemes.base import Nope, Scheme
 from posx.tasks.base import Batch, Vocab
-from test_conformance import SCHEMES, subject
 
 CONFIG = {
     "n_layers": 2,
@@ -49,9 +49,7 @@ def test_no_n_by_n_tensor_at_8192_tokens(name: str) -> None:
     n = 8192
     with torch.no_grad(), Largest() as largest:
         given = layer(scheme, n)
-        attend(
-            *(scheme, given.q[:1], given.k[:1], given.v[:1], given.pos, given.pos, None)
-        )
+        attend(*(scheme, given.q[:1], given.k[:1], given.v[:1], given.pos, given.pos, None))
     assert largest.numel < n * n / 8, f"a tensor of {largest.numel} elements"
 
 
@@ -108,7 +106,9 @@ def test_initial_law() -> None:
     assert first.down.weight.std().item() == pytest.approx(0.1 / 2, rel=0.05)  # sqrt(2 * 2 layers)
     assert first.attention.out.weight.std().item() == pytest.approx(0.1 / 2, rel=0.05)
     digits = VOCAB.split(torch.randint(VOCAB.size, (3, 50)))
-    assert model._embed(digits).std().item() == pytest.approx(1, rel=0.15)  # 18 rows drawn: about 10 %
+    assert model._embed(digits).std().item() == pytest.approx(
+        1, rel=0.15
+    )  # 18 rows drawn: about 10 %
 
 
 def test_answer_is_teacher_forced() -> None:

@@ -9,6 +9,7 @@ import itertools
 import json
 import math
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,7 @@ EXTENSIONS = {
     "dynamic": dynamic,
     "yarn": yarn,
     "yarn_scaled": yarn,
+    "yarn_pairs": yarn,
 }
 HOOKS = (
     *("positions", "embed", "prepare", "scores", "mask", "value", "normalize"),
@@ -125,7 +127,9 @@ def test_yaml_has_card_and_states_every_parameter(group, name):
     parameters = list(inspect.signature(what).parameters.values())[given:]
     defaults = {p.name: p.default for p in parameters}
     if name == "yarn_scaled":
-        defaults |= {"beta_fast": None, "truncate": False}
+        defaults |= {"beta_fast": None}
+    if name == "yarn_pairs":
+        defaults |= {"ramp": "pairs"}
     assert stated == defaults
 
 
@@ -704,7 +708,7 @@ def rope_of(dim: int) -> Rope:
 @pytest.mark.parametrize("factor", [4, 16])
 @pytest.mark.parametrize(
     ("name", "extend"),
-    [("linear", pi), ("ntk_static", ntk), ("yarn", yarn)],
+    [("linear", pi), ("ntk_static", ntk), ("yarn", partial(yarn, ramp="pairs"))],
     ids=["linear", "ntk", "yarn"],
 )
 def test_static_extensions_golden(name, extend, dim, factor):
@@ -712,12 +716,6 @@ def test_static_extensions_golden(name, extend, dim, factor):
     for scheme in (extend(rope_of(dim), 512 * factor), extend(rope_of(dim), 99, factor=factor)):
         close(scheme.inv_freq / torch.tensor(want["inv_freq"]), torch.ones(dim // 2), atol=2e-6)
         assert scheme.attention_factor == pytest.approx(want["attention_factor"], abs=1e-7)
-
-
-def test_yarn_untruncated_golden():
-    want = golden("rope_scaling")["yarn_untruncated_d16_factor4"]["inv_freq"]
-    got = yarn(rope_of(16), 2048, truncate=False).inv_freq
-    close(got / torch.tensor(want), torch.ones(8), atol=2e-6)
 
 
 def test_dynamic_golden():
@@ -830,16 +828,13 @@ def test_yarn_ramp_by_turns():
     train_len, dim, factor = 4096, 64, 8.0
     plain = frequencies.rope(1e4, dim)
     turns = train_len * plain / (2 * math.pi)
-    got = frequencies.yarn(1e4, dim, factor, train_len, 32, 1, truncate=False)
+    got = frequencies.yarn(1e4, dim, factor, train_len, 32, 1, "turns")
     torch.testing.assert_close(got[turns > 32], plain[turns > 32])
     torch.testing.assert_close(got[turns < 1], plain[turns < 1] / factor)
-    between = (turns < 31) & (turns > 1.05)
+    between = (turns < 32) & (turns > 1)
     assert between.sum() > 5
     kept = (got * factor / plain - 1)[between] / (factor - 1)  # g
-    first, last = (turns[between][end].log() for end in (0, -1))
-    line = (turns[between].log() - math.log(1)) / math.log(32)
-    assert first > last
-    torch.testing.assert_close(kept, line)
+    torch.testing.assert_close(kept, (turns[between] - 1) / 31)
 
 
 def test_yarn_scaled_ramp_at_a_short_training_length():
@@ -847,13 +842,20 @@ def test_yarn_scaled_ramp_at_a_short_training_length():
     scheme = Rope(Site(64, 4, 16, 64))
     config = OmegaConf.load(config_dir() / "extension" / "yarn_scaled.yaml")
     scaled, published = instantiate(config, scheme, 256), yarn(scheme, 256)
-    assert torch.equal(scaled.inv_freq, yarn(scheme, 256, beta_fast=4, truncate=False).inv_freq)
-    turns = (64 * frequencies.rope(1e4, 16) / (2 * math.pi)).tolist()
-    kept = [min(1, max(0, math.log(t) / math.log(4))) for t in turns]
-    assert kept == pytest.approx([1, 0.843, 0.013, 0, 0, 0, 0, 0], abs=1e-3)
-    want = [g + (1 - g) / 4 for g in kept]
-    close(scaled.inv_freq / scheme.inv_freq, want, atol=1e-6)
-    assert scaled.inv_freq[1] > 1.1 * published.inv_freq[1]  # the published ramp stretches it more
+    want = [1, (3.2211 - 1) / 3, (1.0186 - 1) / 3, 0, 0, 0, 0, 0]
+    for got, share in (
+        (scaled, want),
+        (published, [9.186 / 31, 2.2211 / 31, 0.0186 / 31, *[0] * 5]),
+    ):
+        close(got.inv_freq / scheme.inv_freq, [g + (1 - g) / 4 for g in share], atol=1e-4)
+
+
+def test_yarn_ramp_in_pairs_keeps_the_fastest_pair_at_a_short_training_length():
+    scheme = Rope(Site(64, 4, 16, 64))
+    theta = yarn(scheme, 256, ramp="pairs").inv_freq
+    assert theta[0] == scheme.inv_freq[0]
+    with pytest.raises(UserError, match="ramp 'steps' is not known: use turns or pairs"):
+        yarn(scheme, 256, ramp="steps")
 
 
 def test_yarn_refuses_ends_in_the_wrong_order():

@@ -186,6 +186,7 @@ def test_effective_length_needs_all_shorter_lengths_above():
 
 def test_effective_length_that_is_never_crossed_is_a_lower_bound():
     assert stats.effective_length(curve({64: 1.0, 128: 0.95}), 64) == (128, True)
+    assert stats.effective_length(curve({64: 0.9, 128: 0.9}), 64) == (128, True)
 
 
 def test_effective_length_stops_before_a_length_that_does_not_compute():

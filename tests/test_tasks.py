@@ -42,7 +42,7 @@ def test_layout(task: Task, length: int) -> None:
     assert (batch.tokens[:, -1] == task.vocab.special(EOS)).all()
     assert batch.prompt.shape[1] + batch.answer.shape[1] == batch.tokens.shape[1]
     x, y = batch.tokens[:, 1 : n + 1], batch.answer[:, :-1]
-    assert ((0 <= x) & (x < task.vocab.size)).all()
+    assert ((x >= 0) & (x < task.vocab.size)).all()
     for given, answer in zip(x.tolist(), y.tolist(), strict=True):
         assert answer == (sorted(given) if task.name == "sort" else given)
         if task.unique:

@@ -9,9 +9,9 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from conftest import QUICK, Posx, run_posx
 from safetensors.torch import load_file
 
-from conftest import QUICK, Posx, run_posx
 from posx import train
 from posx.build import make_task
 from posx.config import Config, loads

@@ -60,8 +60,8 @@ class Scheme(nn.Module):
     def positions(self, n: int, offset: int, generator: torch.Generator | None) -> Tensor:
         """Position ids of `n` tokens after `offset` cached ones -> (n,) or (B, n).
 
-        Called once a forward, on layer 0, and used by every layer. `generator` is None outside training.
-        """
+        Called once a forward, on layer 0, and used by every layer. `generator` is None outside
+        training."""
         return torch.arange(offset, offset + n)
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
@@ -89,7 +89,8 @@ class Scheme(nn.Module):
         return z
 
     def mask(self, i: Tensor, j: Tensor) -> Tensor | None:
-        """Which keys a query may see, besides causality. i: (T,), j: (S,) -> bool (T, S) or (H, T, S)."""
+        """Which keys a query may see, besides causality. i: (T,), j: (S,) -> bool (T, S) or (H, T,
+        S)."""
         return None
 
     def value(self, p: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
@@ -103,8 +104,9 @@ class Scheme(nn.Module):
     # -- two shortcuts ---------------------------------------------------------------------------
 
     def fold(self, pos: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The bias as an inner product: extra query and key dimensions, each (1 or B, H, T, F), whose
-        dot product divided by sqrt(D), like the rest of the score, is the bias up to a constant a row.
+        """The bias as an inner product: extra query and key dimensions, each (1 or B, H, T, F),
+        whose dot product divided by sqrt(D), like the rest of the score, is the bias up to a
+        constant a row.
 
         Used in training, where the fused kernel needs no n x n tensor; a large bias loses digits in
         the dot product (about 1e-5 at 2048 tokens), so evaluation never folds.
@@ -112,7 +114,8 @@ class Scheme(nn.Module):
         raise AssertionError("attention asks for fold only where it is overridden")
 
     def distance_bias(self, d: Tensor) -> Tensor:
-        """A bias that depends on the distance d = i - j >= 0 alone. d: any shape -> (H, *d.shape)."""
+        """A bias that depends on the distance d = i - j >= 0 alone. d: any shape -> (H,
+        *d.shape)."""
         raise AssertionError("attention asks for distance_bias only where it is overridden")
 
     # --------------------------------------------------------------------------------------------

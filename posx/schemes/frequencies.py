@@ -54,25 +54,28 @@ def yarn(
     train_len: int,
     beta_fast: float,
     beta_slow: float,
-    truncate: bool,
+    ramp: str,
 ) -> Tensor:
     """theta_c (g_c + (1 - g_c) / s): pairs that turn often in L tokens stay, slow ones stretch.
 
-    Peng et al. 2023 (arXiv:2309.00071), 3.2. g falls linearly in c from 1, at the pair that makes
-    beta_fast turns in L tokens, to 0, at the pair that makes beta_slow. The pair that makes t turns
-    is c = dim ln(L / (2 pi t)) / (2 ln base); `truncate` rounds the two ends outwards to whole
-    pairs, as the published code does.
-    """
-    first, last = (
-        dim * math.log(train_len / (2 * math.pi * turns)) / (2 * math.log(base))
-        for turns in (beta_fast, beta_slow)
-    )
-    if truncate:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, dim - 1)
-    pair = torch.arange(dim // 2, dtype=torch.float64)
-    stretched = ((pair - first) / max(last - first, 0.001)).clamp(0, 1)  # 1 - g
-    return torch.lerp(rope(base, dim), pi(base, dim, factor), stretched)
+    Peng et al. 2023 (arXiv:2309.00071), 3.2. g falls from 1, at the pair that makes beta_fast turns
+    in L tokens, to 0, at the pair that makes beta_slow: linearly in the turns (ramp "turns", the
+    paper's formula) or linearly in the pair's number c between ends rounded outwards to whole pairs
+    (ramp "pairs", what the published code and transformers do). With thousands of training tokens
+    the two are close; with 64 they are not."""
+    theta = rope(base, dim)  # (F,)
+    if ramp == "turns":
+        turns = train_len * theta / (2 * math.pi)
+        kept = ((turns - beta_slow) / max(beta_fast - beta_slow, 0.001)).clamp(0, 1)  # g
+    else:
+        first, last = (
+            dim * math.log(train_len / (2 * math.pi * turns)) / (2 * math.log(base))
+            for turns in (beta_fast, beta_slow)
+        )
+        first, last = max(math.floor(first), 0), min(math.ceil(last), dim - 1)
+        pair = torch.arange(dim // 2, dtype=torch.float64)
+        kept = 1 - ((pair - first) / max(last - first, 0.001)).clamp(0, 1)
+    return torch.lerp(pi(base, dim, factor), theta, kept)
 
 
 def yarn_attention_factor(factor: float) -> float:

@@ -179,16 +179,16 @@ def yarn(
     factor: float | None = None,
     beta_fast: float | None = 32.0,
     beta_slow: float = 1.0,
-    truncate: bool = True,
+    ramp: str = "turns",
 ) -> Rope:
     """YaRN: slow pairs are stretched by the factor (None: length / train_len), fast ones stay, and
     scores grow by (0.1 ln factor + 1)^2.
 
     Peng et al. 2023 (arXiv:2309.00071). A pair is fast when it makes beta_fast turns in train_len
     tokens and slow when it makes beta_slow. The published 32 and 1 suit thousands of tokens: in 64
-    tokens even the fastest pair makes 10 turns. beta_fast null is train_len / 16, which is 4 at 64
-    tokens; where the ramp then spans a pair or two, `truncate` would round the change away.
-    """
+    tokens even the fastest pair makes 10 turns, so all are stretched. beta_fast null is train_len /
+    16, which is 4 at 64 tokens. `ramp` is linear in turns, as the paper writes it, or in pairs
+    rounded to whole ones, as its code does it (see posx/schemes/frequencies.py)."""
     factor = _factor("yarn", scheme, length, factor)
     train_len = scheme.site.train_len
     fast = max(train_len / 16, beta_slow) if beta_fast is None else beta_fast
@@ -197,8 +197,10 @@ def yarn(
             f"yarn: beta_fast {fast} and beta_slow {beta_slow}; they count turns, fast ones more "
             "than slow ones: the paper has 32 and 1"
         )
+    if ramp not in ("turns", "pairs"):
+        raise UserError(f"yarn: ramp {ramp!r} is not known: use turns or pairs")
     theta = frequencies.yarn(
-        scheme.base, scheme.rotary_dim, factor, train_len, fast, beta_slow, truncate
+        scheme.base, scheme.rotary_dim, factor, train_len, fast, beta_slow, ramp
     )
     changed = _with_frequencies(scheme, theta)
     changed.attention_factor = frequencies.yarn_attention_factor(factor)

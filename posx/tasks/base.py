@@ -19,11 +19,12 @@ N_SPECIAL = 3
 
 @dataclass(frozen=True)
 class Vocab:
-    """`base ** digits` symbols, each written with `digits` digits of base `base`, plus BOS, SEP, EOS.
+    """`base ** digits` symbols, each written with `digits` digits of base `base`, plus BOS, SEP,
+    EOS.
 
     One digit is the ordinary vocabulary, one embedding row a symbol. With more, the model adds one
-    embedding a digit and predicts the digits independently, so no matrix has the size of the vocabulary.
-    """
+    embedding a digit and predicts the digits independently, so no matrix has the size of the
+    vocabulary."""
 
     base: int
     digits: int = 1
@@ -110,8 +111,9 @@ class Task(ABC):
         if n < 1:
             raise UserError(f"length {length} is too short for task {self.name}: at least 5 tokens")
         raise UserError(
-            f"length {length} needs {n} unique symbols, task {self.name} has {self.vocab.size}: use lengths "
-            f"up to {self.length(self.vocab.size)}, a larger task.vocab.base, or task.unique=false"
+            f"length {length} needs {n} unique symbols, task {self.name} has {self.vocab.size}: "
+            f"use lengths up to {self.length(self.vocab.size)}, a larger task.vocab.base, or "
+            "task.unique=false"
         )
 
     @abstractmethod
@@ -124,7 +126,8 @@ class Task(ABC):
 
     @abstractmethod
     def chance(self, length: int) -> float:
-        """Token accuracy of the best answer that ignores what the task is about; its docstring says which."""
+        """Token accuracy of the best answer that ignores what the task is about; its docstring says
+        which."""
 
     def sample(self, generator: torch.Generator, batch: int, length: int) -> Batch:
         """Draw `batch` sequences of `items(length)` symbols."""
@@ -138,7 +141,8 @@ class Task(ABC):
 
 
 def distinct(generator: torch.Generator, n: int, width: Tensor) -> Tensor:
-    """Draw n different numbers of 0 .. width-1 in random order, every ordered choice equally likely.
+    """Draw n different numbers of 0 .. width-1 in random order, every ordered choice equally
+    likely.
 
     width: (B,) with width >= n -> (B, n). Rows far from full are filled by redrawing repeats, which
     treats all numbers alike and so stays uniform; nearly full rows take the smallest n of `width`

@@ -15,9 +15,9 @@ CHANCE_SEED, CHANCE_SEQUENCES = 0, 64
 class Copy(Task):
     """The answer is the payload itself.
 
-    With unique symbols a model can find the current symbol and read the next one (an induction head);
-    with repeats the current symbol no longer says where it stands (Zhou et al. 2023, arXiv:2310.16028).
-    """
+    With unique symbols a model can find the current symbol and read the next one (an induction
+    head); with repeats the current symbol no longer says where it stands (Zhou et al. 2023,
+    arXiv:2310.16028)."""
 
     name = "copy"
 
@@ -37,9 +37,8 @@ class Copy(Task):
     def chance(self, length: int) -> float:
         """Accuracy of a model that knows which symbols are left but not their order.
 
-        Unique symbols: the mean of 1/r over the r symbols left, H_n / n. With repeats it names the most
-        frequent symbol left; the mean over a fixed sample.
-        """
+        Unique symbols: the mean of 1/r over the r symbols left, H_n / n. With repeats it names the
+        most frequent symbol left; the mean over a fixed sample."""
         n = self.items(length)
         if self.unique:
             return float((1 / torch.arange(1, n + 1, dtype=torch.float64)).mean())

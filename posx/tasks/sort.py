@@ -17,11 +17,10 @@ CHANCE_SEED, CHANCE_SEQUENCES = 0, 256
 class Sort(Task):
     """The answer is the payload in ascending order of symbols.
 
-    The payload is drawn from a random window of the vocabulary whose width is log-uniform between n and
-    the vocabulary's size, so that small and large gaps between neighbours occur at every length; drawn
-    from the whole vocabulary, a longer input would also be a denser one, and "next = last + 1" would
-    pass for sorting.
-    """
+    The payload is drawn from a random window of the vocabulary whose width is log-uniform between n
+    and the vocabulary's size, so that small and large gaps between neighbours occur at every
+    length; drawn from the whole vocabulary, a longer input would also be a denser one, and "next =
+    last + 1" would pass for sorting."""
 
     name = "sort"
 
@@ -41,7 +40,8 @@ class Sort(Task):
         return x + start[:, None]
 
     def widths(self, uniform: Tensor, n: int) -> Tensor:
-        """Window widths from numbers uniform in [0, 1): log-uniform in [n, vocab.size]. (B,) -> (B,)."""
+        """Window widths from numbers uniform in [0, 1): log-uniform in [n, vocab.size]. (B,) ->
+        (B,)."""
         least = min(n, self.vocab.size)
         return (least * (uniform * math.log(self.vocab.size / least)).exp()).long()
 
@@ -50,8 +50,8 @@ class Sort(Task):
         return x.sort(1).values
 
     def chance(self, length: int) -> float:
-        """The best of three answers that do not sort: a random symbol of those left (H_n / n), the last
-        symbol + 1, and the last symbol again; the latter two as means over a fixed sample."""
+        """The best of three answers that do not sort: a random symbol of those left (H_n / n), the
+        last symbol + 1, and the last symbol again; the latter two as means over a fixed sample."""
         n = self.items(length)
         bag = float((1 / torch.arange(1, n + 1, dtype=torch.float64)).mean())
         generator = torch.Generator().manual_seed(CHANCE_SEED)
