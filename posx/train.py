@@ -52,7 +52,8 @@ class State:
     tokens: int = 0
     decay_from: int | None = None  # the step at which the learning rate began to fall
     steps_to_target: int | None = None  # the first check that reached train.converged_at
-    seconds: float = 0.0  # of training, over all sittings
+    seconds: float = 0.0  # wall time of the steps, over all sittings
+    cpu_seconds: float = 0.0  # processor time of steps and checks, over all sittings
     losses: list[float] = field(default_factory=list)  # since the last row
     grad_norms: list[float] = field(default_factory=list)
     row_tokens: int = 0
@@ -102,6 +103,7 @@ def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str,
         "steps_to_target": state.steps_to_target,
         "tokens": state.tokens,
         "wall_s": round(state.seconds, 3),
+        "cpu_s": round(state.cpu_seconds, 3),
         "flops": model.flops(config.train_len) * state.tokens,
         "check": check,
     }
@@ -179,7 +181,7 @@ def _loop(
             end = law.max_steps if state.decay_from is None else state.decay_from + law.decay_steps
             if state.step >= end:
                 return
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             batch, random = training_batch(config, task, state.step)
             optim.set_rate(optimizers, rate(config, state))
             loss, norm = _step(model, optimizers, batch, random, config.optim.clip)
@@ -208,6 +210,7 @@ def _loop(
                 )
             else:
                 bar.update(state.step, _facts(state), total=end)
+            state.cpu_seconds += time.process_time() - cpu_started
             if pending or state.step % law.checkpoint_every == 0:
                 _save(run, model, optimizers, state)
             if pending:
