@@ -205,13 +205,14 @@ def _folded(
 ) -> Tensor:
     """The bias as extra dimensions of queries and keys. v is padded to the same width: the fused
     kernel takes equal widths only, and the fall-back builds n x n."""
-    d_head = q.shape[-1]
+    d_head, n_queries = q.shape[-1], q.shape[2]
+    q = F.pad(q, (0, 0, k.shape[2] - n_queries, 0))  # (B, H, S, D): is_causal wants a square
     extra_q, extra_k = scheme.fold(j, state)  # (1 or B, H, S, F)
     n_extra = extra_q.shape[-1]
     shape = (*k.shape[:3], n_extra)
-    q = torch.cat([q, extra_q[..., -q.shape[2] :, :].to(q.dtype).expand(*q.shape[:3], n_extra)], -1)
+    q = torch.cat([q, extra_q.to(q.dtype).expand(shape)], -1)  # (B, H, S, D + F)
     k = torch.cat([k, extra_k.to(k.dtype).expand(shape)], -1)  # (B, H, S, D + F)
     out = F.scaled_dot_product_attention(
         q, k, F.pad(v, (0, n_extra)), is_causal=True, scale=d_head**-0.5
     )
-    return out[..., :d_head]  # (B, H, T, D)
+    return out[:, :, -n_queries:, :d_head]  # (B, H, T, D)

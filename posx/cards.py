@@ -6,7 +6,7 @@ from typing import Any
 
 from posx import build, catalog
 from posx.config import ModelConfig
-from posx.display import out, print_rows
+from posx.display import out, print_fitting, print_pairs, print_text
 from posx.runs import EVAL_COLUMNS, TRAIN_COLUMNS, Run
 from posx.schemes.base import Scheme, Site
 
@@ -15,15 +15,25 @@ HOOKS = (
 )  # fmt: skip
 EXAMPLE_LEN = 64  # training length at which parameters and limits are stated
 
+# Columns that a narrow terminal shows of a run's tables; all of them are in the files.
+MAIN = {
+    "train": ("step", "loss", "token_acc", "tail_acc", "lr", "grad_norm", "tokens_per_s"),
+    "eval": (
+        *("extension", "length", "status", "verdict", "token_acc", "token_acc_lo", "token_acc_hi"),
+        *("chance", "exact_match", "first_error", "acc_in", "acc_out", "skill", "loss", "seconds"),
+    ),
+}
+
 
 def scheme_facts(path: Path) -> dict[str, str]:
     """Family, where position enters, parameters on model=tiny, and the length limit."""
     node = build.load_yaml(path)
     tiny = example_model()
-    first = build.make_scheme(node, Site(tiny.d_model, tiny.n_heads, tiny.d_head, EXAMPLE_LEN))
+    site = Site(tiny.d_model, tiny.n_heads, tiny.d_head, EXAMPLE_LEN, tiny.n_layers)
+    first = build.make_scheme(node, site)
     count = sum(p.numel() for p in first.parameters())
     return {
-        "family": node["_target_"].split(".")[-2],
+        "family": type(first).__module__.rpartition(".")[2],
         "enters": first.enters,
         "parameters": str(count if first.shared else count * tiny.n_layers),
         "limit": "none" if first.max_len is None else f"{first.max_len} tokens",
@@ -37,21 +47,26 @@ def example_model() -> ModelConfig:
 
 def show_name(group: str, path: Path) -> None:
     """Card, documentation, keys with their defaults, and the traits of a scheme."""
+    node = build.load_plain(path)
+    thing = build.locate({"name": path.stem, **node}) if "_target_" in node else None
+    is_scheme = inspect.isclass(thing) and issubclass(thing, Scheme)
+    facts = scheme_facts(path) | _traits(thing) if is_scheme else {}
+    card = catalog.card(path)
+    keys = path.read_text("utf-8").strip()
+
     console = out()
     console.print(f"{group}={path.stem}", style="bold")
-    console.print(catalog.card(path))
-    node = build.load_plain(path)
-    if "_target_" in node:
-        thing = build.locate({"name": path.stem, **node})
+    print_text(card)
+    if thing is not None:
         console.print()
-        console.print(inspect.getdoc(thing) or "")
-        if inspect.isclass(thing) and issubclass(thing, Scheme):
-            console.print()
-            facts = scheme_facts(path) | _traits(thing)
-            for key, value in facts.items():
-                console.print(f"{key:18}{value}")
+        print_text(inspect.getdoc(thing) or "")
+    if facts:
+        console.print()
+        print_pairs(facts)
+        print_text(f"(parameters and limit: model=tiny, train_len={EXAMPLE_LEN})")
     console.print()
-    console.print(path.read_text("utf-8").strip())
+    console.print(path, style="bold")
+    console.print(keys.partition("\n")[2] if card else keys)
 
 
 def _traits(scheme: type[Scheme]) -> dict[str, str]:
@@ -66,23 +81,35 @@ def _traits(scheme: type[Scheme]) -> dict[str, str]:
 
 def show_run(run: Run) -> None:
     """Record, config, both tables, and what their columns mean."""
+    record, config = run.record(), run.config_text().strip()
+    tables = {"train": run.table("train"), "eval": run.table("eval")}
+    meanings = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS}
+
     console = out()
-    record = run.record()
-    console.print(str(run.folder), style="bold")
-    for key, value in record.items():
-        console.print(f"{key:18}{value}")
+    console.print(run.folder, style="bold")
+    print_pairs({key: _fact(value) for key, value in record.items()})
     console.print()
-    console.print(run.config_text().strip())
-    for name, meanings in (("train", TRAIN_COLUMNS), ("eval", EVAL_COLUMNS)):
-        table = run.table(name)
+    console.print("config.yaml", style="bold")
+    console.print(config)
+    for name, table in tables.items():
         console.print()
         console.print(f"{name}.csv", style="bold")
         if table.empty:
             console.print("no rows yet")
             continue
-        print_rows([{key: _short(value) for key, value in row.items()} for row in _shown(table)])
-        for column, meaning in meanings.items():
-            console.print(f"  {column:18}{meaning}")
+        rows = [{key: _short(value) for key, value in row.items()} for row in _shown(table)]
+        hidden = print_fitting(rows, MAIN[name])
+        if hidden:
+            console.print()
+            print_text(f"No room for {', '.join(hidden)}: pipe this, or read {name}.csv there.")
+        console.print()
+        print_pairs({column: meanings[name][column] for column in rows[0]}, indent="  ")
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(part)}" for key, part in value.items())
+    return "" if value is None else str(value)
 
 
 def _shown(table: Any) -> list[dict[str, Any]]:
@@ -92,6 +119,6 @@ def _shown(table: Any) -> list[dict[str, Any]]:
 
 
 def _short(value: Any) -> str:
-    if value != value:  # NaN: an empty cell
+    if value is None or value != value:  # an empty cell is NaN
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

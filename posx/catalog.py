@@ -7,11 +7,24 @@ from pathlib import Path
 from posx.errors import UserError
 from posx.paths import config_dir
 
+FIRST = ("scheme", "extension", "task", "model", "optim")
 
-def files(group: str, extra: Path | None = None) -> dict[str, Path]:
-    """Name -> yaml file of a group, sorted; `extra` is a config folder of the user, which wins."""
+
+def groups(*extra: Path) -> list[str]:
+    """The config groups: every folder with a yaml, but for Hydra's own."""
+    found = {
+        path.parent.name
+        for root in (config_dir(), *extra)
+        for path in root.glob("*/*.yaml")
+        if path.parent.name != "hydra"
+    }
+    return sorted(found, key=lambda name: (FIRST.index(name) if name in FIRST else 99, name))
+
+
+def files(group: str, *extra: Path | None) -> dict[str, Path]:
+    """Name -> yaml file of a group, sorted; `extra` are config folders of the user, which win."""
     found: dict[str, Path] = {}
-    for root in (config_dir(), extra):
+    for root in (config_dir(), *extra):
         if root is not None:
             found |= {path.stem: path for path in (root / group).glob("*.yaml")}
     return dict(sorted(found.items()))
@@ -31,13 +44,17 @@ def find(group: str, name: str, extra: Path | None = None) -> Path:
     """
     known = files(group, extra)
     if name not in known:
-        raise UserError(
-            f"no {group} named {name!r}{nearest(name, known)}; there are: {', '.join(known)}"
-        )
+        raise UserError(unknown(group, name, known))
     return known[name]
+
+
+def unknown(group: str, name: str, known: Iterable[str]) -> str:
+    """One sentence on a name that is not there."""
+    known = list(known)
+    return f"no {group} named {name!r}{nearest(name, known)}; there are: {', '.join(known)}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """` (did you mean 'rope'?)`, or nothing when no name is close."""
-    close = difflib.get_close_matches(word, list(known), n=1)
+    close = difflib.get_close_matches(word.lower(), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""

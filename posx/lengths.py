@@ -2,13 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from typing import TypeVar
 
 from posx.errors import UserError
 
-N = TypeVar("N", int, float)
-
 FORMS = "write whole numbers such as 512,2048, a doubling range 64..8192, or multiples such as 8x"
+LONGEST = 10**9  # tokens, and multiples: beyond any memory, so a slip of the finger
 
 
 @dataclass(frozen=True)
@@ -38,30 +36,44 @@ def parse(text: str) -> Lengths:
     multiples: list[float] = []
     items = [item.strip() for item in text.split(",")]
     for item in items:
-        if found := re.fullmatch(r"(\d+)\.\.(\d+)", item):
-            tokens += _doubling(item, int(found[1]), int(found[2]))
-        elif found := re.fullmatch(r"(\d+(?:\.\d+)?)x", item):
-            multiples.append(_positive(item, float(found[1])))
-        elif re.fullmatch(r"\d+", item):
-            tokens.append(_positive(item, int(item)))
+        if found := re.fullmatch(r"([0-9]+)\.\.([0-9]+)", item):
+            tokens += _doubling(item, _in_range(item, found[1]), _in_range(item, found[2]))
+        elif found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)x", item):
+            multiples.append(_in_range(item, found[1]))
+        elif re.fullmatch(r"[0-9]+", item):
+            tokens.append(int(_in_range(item, item)))
         else:
             what = f"{item!r} is not a length" if item else "a length is missing"
-            raise UserError(f"--lengths {text!r}: {what}; {FORMS}")
+            hint = "" if item else " (no blank after a comma, or all of it in quotes)"
+            raise UserError(f"--lengths {text!r}: {what}{hint}; {FORMS}")
     return Lengths(tuple(tokens), tuple(multiples))
 
 
-def _positive(item: str, value: N) -> N:
+def looks_like(word: str) -> bool:
+    """Whether a word of the command line may have been meant as a length."""
+    return re.fullmatch(r"[0-9.]+x?,?", word) is not None
+
+
+def _in_range(item: str, number: str) -> float:
+    """A number above 0 and not absurd.
+
+    Raises:
+        UserError: it is not.
+    """
+    value = float(number)
     if value <= 0:
         raise UserError(f"--lengths: {item} is not above 0; {FORMS}")
+    if value > LONGEST:
+        raise UserError(f"--lengths: {item[:40]} is above {LONGEST}; {FORMS}")
     return value
 
 
-def _doubling(item: str, first: int, last: int) -> list[int]:
+def _doubling(item: str, first: float, last: float) -> list[int]:
     """first, 2 first, 4 first, ... up to last."""
-    if not 0 < first <= last:
-        raise UserError(f"--lengths: {item} must rise from above 0; {FORMS}")
+    if first > last:
+        raise UserError(f"--lengths: {item} falls; write the smaller one first; {FORMS}")
     lengths = []
     while first <= last:
-        lengths.append(first)
+        lengths.append(int(first))
         first *= 2
     return lengths

@@ -42,14 +42,18 @@ class Attention(nn.Module):
         )
         return self.scheme.prepare(x, q, k, v, pos)
 
-    def forward(self, x: Tensor, pos: Tensor, cache: Cache | None = None) -> Tensor:
-        """x: (B, T, E), pos: (T,) -> (B, T, E)."""
+    def forward(
+        self, x: Tensor, pos: Tensor, last: int, cache: Cache | None = None
+    ) -> Tensor:
+        """The output of the last `last` tokens. x: (B, T, E), pos: (T,) -> (B, last, E)."""
         q, k, v, state = self.project(x, pos)
         key_pos = pos
         if cache is not None:
             k, v, state, key_pos = cache.append(k, v, state, pos)
-        out = attend(self.scheme, q, k, v, pos, key_pos, state)  # (B, H, T, D)
-        return self.out(out.transpose(1, 2).flatten(2))  # (B, T, E)
+        out = attend(
+            self.scheme, q[:, :, -last:], k, v, pos[..., -last:], key_pos, state
+        )  # (B, H, last, D)
+        return self.out(out.transpose(1, 2).flatten(2))  # (B, last, E)
 
 
 class Block(nn.Module):
@@ -64,8 +68,11 @@ class Block(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor, pos: Tensor, cache: Cache | None = None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), pos, cache)
+    def forward(
+        self, x: Tensor, pos: Tensor, last: int, cache: Cache | None = None
+    ) -> Tensor:
+        """x: (B, T, E) -> (B, last, E): all tokens are attended to, the last ones are computed."""
+        x = x[:, -last:] + self.attention(self.attention_norm(x), pos, last, cache)
         return x + self.down(self.activation(self.up(self.mlp_norm(x))))
 
 
@@ -162,9 +169,12 @@ class Transformer(nn.Module):
         offset = len(caches[0]) if caches else 0
         pos = scheme.positions(digits.shape[1], offset, generator).to(digits.device)  # (T,)
         x = scheme.embed(self._embed(digits), pos)  # (B, T, E)
+        n_tokens = x.shape[1]
         for layer, block in enumerate(self.layers):
-            x = block(x, pos, caches[layer] if caches else None)
-        return self._logits(self.final_norm(x if last is None else x[:, -last:]))
+            top = layer == len(self.layers) - 1  # above it, only the wanted tokens are needed
+            wanted = last if top and last is not None else n_tokens
+            x = block(x, pos, wanted, caches[layer] if caches else None)
+        return self._logits(self.final_norm(x))
 
     def answer(
         self, batch: Batch, generator: torch.Generator | None = None

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from posx.config import OptimConfig
 from posx.model import Transformer
+from posx.muon import Muon
 
 
 def make_optimizers(config: OptimConfig, model: Transformer) -> list[Optimizer]:
@@ -25,9 +26,7 @@ def make_optimizers(config: OptimConfig, model: Transformer) -> list[Optimizer]:
     ]
     optimizers: list[Optimizer] = []
     if config.matrices == "muon":
-        optimizers.append(
-            torch.optim.Muon(matrices, lr=config.matrix_lr, weight_decay=config.weight_decay)
-        )
+        optimizers.append(Muon(matrices, config.matrix_lr, config.weight_decay))
     else:
         groups.append(
             {"params": matrices, "weight_decay": config.weight_decay, "lr": config.matrix_lr}

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "posx"
 # A module imports only from lower floors (or its own, where no circle arises).
 FLOORS = [
     ["errors", "paths"],
-    ["catalog", "runs", "seeds", "stats", "metrics", "lengths", "progress", "display", "memory"],
+    ["catalog", "runs", "seeds", "stats", "metrics", "muon", "lengths", "progress", "display", "memory"],
     ["config", "device", "schemes", "tasks"],
     ["attention"],
     ["model"],

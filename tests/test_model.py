@@ -95,7 +95,8 @@ def test_logits_have_a_row_for_every_digit_and_special(head: str, norm: str) -> 
     model = make(head=head, norm=norm)
     digits = VOCAB.split(torch.randint(VOCAB.size, (2, 5)))
     assert model(digits).shape == (2, 5, 2, 10)
-    assert torch.equal(model(digits, last=3), model(digits)[:, 2:])
+    # the top layer then has 3 queries instead of 5: another order of sums
+    assert (model(digits, last=3) - model(digits)[:, 2:]).abs().max() < 1e-5
 
 
 def test_initial_law() -> None:
