@@ -4,8 +4,11 @@ A config is composed by Hydra from configs/train.yaml, checked by `from_node`, a
 the run folder, from where `loads` brings it back.
 """
 
+import difflib
 import hashlib
 import json
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -25,7 +28,7 @@ def one_of(key: str, value: str, allowed: tuple[str, ...]) -> None:
 
 def at_least(minimum: float, **values: float) -> None:
     for key, value in values.items():
-        if value < minimum:
+        if not minimum <= value < math.inf:  # nan is neither
             raise UserError(f"{key.replace('__', '.')}={value}: must be at least {minimum}")
 
 
@@ -55,6 +58,7 @@ class ModelConfig:
             model__d_head=self.d_head,
             model__d_ff=self.d_ff,
         )
+        at_least(0, model__init_std=self.init_std)
 
 
 @dataclass(frozen=True)
@@ -72,8 +76,18 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         one_of("optim.matrices", self.matrices, ("muon", "adamw"))
-        at_least(0, optim__lr=self.lr, optim__weight_decay=self.weight_decay)
+        at_least(
+            0,
+            optim__lr=self.lr,
+            optim__matrix_lr=self.matrix_lr,
+            optim__weight_decay=self.weight_decay,
+        )
         at_least(1, optim__warmup_steps=self.warmup_steps)
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            if not 0 <= beta < 1:
+                raise UserError(f"optim.{name}={beta}: must be at least 0 and below 1")
+        if not self.clip > 0:
+            raise UserError(f"optim.clip={self.clip}: must be above 0; inf does not clip")
 
 
 @dataclass(frozen=True)
@@ -86,11 +100,9 @@ class TrainConfig:
     max_steps: int
     check_every: int  # steps between checks at train_len
     check_sequences: int
-    decay_at: float  # accuracy of a check at which the learning rate starts to fall
-    decay_steps: int
-    converged_at: (
-        float  # accuracy of the last check, whole answer and last tenth, of a converged run
-    )
+    target: float  # accuracy of a check, whole answer and last tenth, at which a run has learned
+    decay_steps: int  # from there to the end
+    average: float  # decay of the running mean of the weights
     checkpoint_every: int  # steps
 
     def __post_init__(self) -> None:
@@ -105,11 +117,8 @@ class TrainConfig:
             train__curriculum_steps=self.curriculum_steps,
             train__checkpoint_every=self.checkpoint_every,
         )
-        if self.decay_steps >= self.max_steps:
-            raise UserError(
-                f"train.decay_steps={self.decay_steps} must be below "
-                f"train.max_steps={self.max_steps}"
-            )
+        if not 0 <= self.average < 1:
+            raise UserError(f"train.average={self.average}: must be at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -202,17 +211,31 @@ def _config(values: dict[str, Any]) -> Config:
     known = {field.name for field in fields(Config)}
     if missing := known - values.keys():
         raise UserError(f"the config lacks {', '.join(sorted(missing))}")
+    if extra := values.keys() - known - {"results_dir"}:
+        raise UserError(_unknown_key("", min(extra), known))
     typed = {key: value for key, value in values.items() if key in known}
+    for key in ("scheme", "task", "extension", *parts):
+        if not isinstance(typed[key], dict) and not (key == "extension" and typed[key] is None):
+            raise UserError(f"{key}={_yaml(typed[key])}: {key} is a group of keys, not a value")
     for key, kind in parts.items():
-        typed[key] = _typed(kind, typed[key] or {}, prefix=f"{key}.")
+        typed[key] = _typed(kind, typed[key], prefix=f"{key}.")
     for key in ("train_len", "seed", "data_seed", "threads"):
         if not isinstance(typed[key], int) or isinstance(typed[key], bool):
-            raise UserError(f"{key}={typed[key]}: must be a whole number")
+            raise UserError(f"{key}={_yaml(typed[key])}: must be a whole number")
+    for key in ("dtype", "device"):
+        if not isinstance(typed[key], str):
+            raise UserError(f"{key}={_yaml(typed[key])}: must be a name")
     return Config(**typed)
 
 
 def _typed(kind: type[T], values: dict[str, Any], prefix: str) -> T:
     """values as an instance of a dataclass, types checked by OmegaConf."""
+    names = {field.name: field.type for field in fields(kind)}  # ty: ignore[invalid-argument-type]
+    for key in values:
+        if key not in names:
+            raise UserError(_unknown_key(prefix, key, names))
+    if missing := [name for name in names if name not in values]:
+        raise UserError(f"the config lacks {prefix}{missing[0]}")
     schema = OmegaConf.structured(kind)
     OmegaConf.set_readonly(schema, False)
     try:
@@ -221,17 +244,31 @@ def _typed(kind: type[T], values: dict[str, Any], prefix: str) -> T:
     except UserError:
         raise
     except OmegaConfBaseException as error:
-        key = f"{prefix}{error.full_key}" if error.full_key else prefix.rstrip(".")
-        raise UserError(f"{key}: {_first_line(error)}") from None
+        key = str(error.full_key)
+        wanted = {int: "a whole number", float: "a number", str: "a name"}.get(names.get(key))
+        if wanted is None:
+            raise UserError(f"{prefix}{key}: {_first_line(error)}") from None
+        raise UserError(f"{prefix}{key}={_yaml(values[key])}: must be {wanted}") from None
     assert isinstance(result, kind)
     return result
+
+
+def _unknown_key(prefix: str, key: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(key, list(known), n=1)
+    hint = f" (did you mean '{prefix}{close[0]}'?)" if close else ""
+    return f"no key '{prefix}{key}'{hint}; there are: {', '.join(sorted(known))}"
+
+
+def _yaml(value: Any) -> str:
+    """A value as it is written on the command line."""
+    return "null" if value is None else str(value)
 
 
 def _container(node: DictConfig) -> dict[str, Any]:
     try:
         values = OmegaConf.to_container(node, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
-        raise UserError(_first_line(error)) from None
+        raise UserError(f"{error.full_key}: {_first_line(error)}") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
 

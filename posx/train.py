@@ -15,11 +15,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from posx import metrics, optim
 from posx.build import make_model, make_task
@@ -33,7 +34,6 @@ from posx.seeds import generator
 from posx.tasks.base import Batch, Task
 
 FINAL_CHECK = 4  # the last check draws this many times train.check_sequences
-LAST_RATE = 0.01  # the learning rate falls to this fraction of its peak
 
 
 class Interrupted(Exception):
@@ -50,8 +50,7 @@ class State:
 
     step: int = 0
     tokens: int = 0
-    decay_from: int | None = None  # the step at which the learning rate began to fall
-    steps_to_target: int | None = None  # the first check that reached train.converged_at
+    steps_to_target: int | None = None  # the first check that reached train.target
     seconds: float = 0.0  # wall time of the steps, over all sittings
     cpu_seconds: float = 0.0  # processor time of steps and checks, over all sittings
     losses: list[float] = field(default_factory=list)  # since the last row
@@ -78,23 +77,26 @@ def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str,
         load_parent(model, parent)
     model.to(device, dtype)
     optimizers = optim.make_optimizers(config.optim, model)
-    state = _resume(run, model, optimizers)
+    # Checked and kept is a running mean of the weights, which is steadier than any one step's.
+    average = AveragedModel(
+        model, multi_avg_fn=get_ema_multi_avg_fn(config.train.average), use_buffers=False
+    )
+    state = _resume(run, model, average, optimizers)
 
     record = _record(config, run, parent, label, model)
     run.write_config(config.dumps())
     run.write_record(record | {"status": "running", "steps": state.step})
     try:
         with _signals() as pending:
-            _loop(config, run, task, model, optimizers, state, pending)
-            check = _check(config, task, model, -1, config.train.check_sequences * FINAL_CHECK)
+            _loop(config, run, task, model, average, optimizers, state, pending)
+        check = _check(config, task, average, -1, config.train.check_sequences * FINAL_CHECK)
     except Interrupted as error:
         run.write_record(
             record | {"status": "interrupted", "reason": str(error), "steps": state.step}
         )
         raise
-    target = config.train.converged_at
-    converged = min(check["token_acc"], check["tail_acc"]) >= target
-    run.save_weights(model.state_dict())
+    converged = min(check["token_acc"], check["tail_acc"]) >= config.train.target
+    run.save_weights(average.module.state_dict())
     run.write_table("train", pd.DataFrame(state.rows, columns=list(TRAIN_COLUMNS)))
     record |= {
         "status": "finished",
@@ -153,12 +155,21 @@ def training_batch(config: Config, task: Task, step: int) -> tuple[Batch, torch.
 
 
 def rate(config: Config, state: State) -> float:
-    """Learning rate as a fraction of its peak: warm-up, constant, linear decay."""
+    """Learning rate as a fraction of its peak: warm-up, a slow fall to 0 at max_steps, and from the
+    step at which the target was reached a fast one to 0 within decay_steps."""
+    law = config.train
     warm = min(1.0, (state.step + 1) / config.optim.warmup_steps)
-    if state.decay_from is None:
-        return warm
-    left = 1 - (state.step - state.decay_from) / config.train.decay_steps
-    return warm * max(LAST_RATE, left)
+    if state.steps_to_target is None:
+        return warm * (1 - state.step / law.max_steps)
+    slow = 1 - state.steps_to_target / law.max_steps
+    return warm * slow * (1 - (state.step - state.steps_to_target) / law.decay_steps)
+
+
+def last_step(law: TrainConfig, state: State) -> int:
+    """The step at which training ends, as far as is known."""
+    if state.steps_to_target is None:
+        return law.max_steps
+    return min(law.max_steps, state.steps_to_target + law.decay_steps)
 
 
 def _loop(
@@ -166,25 +177,21 @@ def _loop(
     run: Run,
     task: Task,
     model: Transformer,
+    average: AveragedModel,
     optimizers: list[torch.optim.Optimizer],
     state: State,
     pending: list[int],
 ) -> None:
-    """Steps until the decay has ended; `pending` fills with signals that ask to stop."""
+    """Steps until the learning rate is 0; `pending` fills with signals that ask to stop."""
     law = config.train
-    latest_decay = law.max_steps - law.decay_steps
     title = f"{config.task_name}/{config.scheme_name} seed {config.seed}"
     with Bar(title, law.max_steps, state.step) as bar:
-        while True:
-            if state.decay_from is None and state.step >= latest_decay:
-                state.decay_from = state.step
-            end = law.max_steps if state.decay_from is None else state.decay_from + law.decay_steps
-            if state.step >= end:
-                return
+        while state.step < (end := last_step(law, state)):
             started, cpu_started = time.perf_counter(), time.process_time()
             batch, random = training_batch(config, task, state.step)
             optim.set_rate(optimizers, rate(config, state))
             loss, norm = _step(model, optimizers, batch, random, config.optim.clip)
+            average.update_parameters(model)
             elapsed = time.perf_counter() - started
             state.step += 1
             state.tokens += batch.tokens.numel()
@@ -194,12 +201,10 @@ def _loop(
             state.losses.append(loss)
             state.grad_norms.append(norm)
             if state.step % law.check_every == 0 or state.step == end:
-                check = _check(config, task, model, state.step, law.check_sequences)
+                check = _check(config, task, average, state.step, law.check_sequences)
                 _add_row(config, state, check)
                 reached = min(check["token_acc"], check["tail_acc"])
-                if state.decay_from is None and reached >= law.decay_at:
-                    state.decay_from = state.step
-                if state.steps_to_target is None and reached >= law.converged_at:
+                if state.steps_to_target is None and reached >= law.target:
                     state.steps_to_target = state.step
                 row = state.rows[-1]
                 bar.update(
@@ -212,7 +217,7 @@ def _loop(
                 bar.update(state.step, _facts(state), total=end)
             state.cpu_seconds += time.process_time() - cpu_started
             if pending or state.step % law.checkpoint_every == 0:
-                _save(run, model, optimizers, state)
+                _save(run, model, average, optimizers, state)
             if pending:
                 raise Interrupted(pending[0])
 
@@ -248,11 +253,12 @@ def _step(
 
 @torch.no_grad()
 def _check(
-    config: Config, task: Task, model: Transformer, step: int, sequences: int
+    config: Config, task: Task, average: AveragedModel, step: int, sequences: int
 ) -> dict[str, float]:
     """Accuracy at the training length on fresh in-range sequences; decides when training ends."""
     random = generator("check", config.data_seed, step)
     batch = task.sample(random, sequences, config.train_len)
+    model = cast(Transformer, average.module)
     right = metrics.right(*model.answer(batch))  # (B, n + 1)
     payload = right[:, :-1].double()  # (B, n)
     last = metrics.tail(payload.shape[1])
@@ -280,11 +286,16 @@ def _add_row(config: Config, state: State, check: dict[str, float]) -> None:
 
 
 def _save(
-    run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: State
+    run: Run,
+    model: nn.Module,
+    average: AveragedModel,
+    optimizers: list[torch.optim.Optimizer],
+    state: State,
 ) -> None:
     run.save_state(
         {
             "model": model.state_dict(),
+            "average": average.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in optimizers],
             "state": asdict(state),
         }
@@ -292,12 +303,15 @@ def _save(
     run.write_table("train", pd.DataFrame(state.rows, columns=list(TRAIN_COLUMNS)))
 
 
-def _resume(run: Run, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
-    """The saved state put into model and optimizers; a new one where none was saved."""
+def _resume(
+    run: Run, model: nn.Module, average: AveragedModel, optimizers: list[torch.optim.Optimizer]
+) -> State:
+    """The saved state put into models and optimizers; a new one where none was saved."""
     saved = run.load_state()
     if saved is None:
         return State()
     model.load_state_dict(saved["model"])
+    average.load_state_dict(saved["average"])
     for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
         optimizer.load_state_dict(values)
     state = State(**saved["state"])

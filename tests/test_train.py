@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from posx import train
 from posx.build import make_task
 from posx.config import Config, loads
-from posx.train import State, draw_items, rate, training_batch
+from posx.train import State, draw_items, last_step, rate, training_batch
 
 TIMES = ["tokens_per_s"]  # the only column that depends on the clock
 
@@ -178,7 +178,7 @@ def test_curriculum_reaches_every_length(undisturbed: Path) -> None:
     assert max(draw_items(law, 30, 50, random) for _ in range(400)) == 18  # 60 % of 30
 
 
-def test_learning_rate_warms_up_holds_and_falls(undisturbed: Path) -> None:
+def test_learning_rate_warms_up_and_falls(undisturbed: Path) -> None:
     from dataclasses import replace
 
     config = config_of(undisturbed)
@@ -188,9 +188,12 @@ def test_learning_rate_warms_up_holds_and_falls(undisturbed: Path) -> None:
         train=replace(config.train, decay_steps=4, max_steps=100),
     )
     assert rate(config, State(step=0)) == pytest.approx(0.1)
-    assert rate(config, State(step=50)) == 1
-    assert rate(config, State(step=52, decay_from=50)) == pytest.approx(0.5)
-    assert 0 < rate(config, State(step=54, decay_from=50)) <= 0.01
+    assert rate(config, State(step=40)) == pytest.approx(0.6)  # a line to 0 at 100
+    assert rate(config, State(step=40, steps_to_target=40)) == pytest.approx(0.6)
+    assert rate(config, State(step=43, steps_to_target=40)) == pytest.approx(0.15)
+    assert last_step(config.train, State(step=43, steps_to_target=40)) == 44
+    assert last_step(config.train, State(step=43)) == 100
+    assert last_step(config.train, State(step=98, steps_to_target=98)) == 100
 
 
 def test_longer_training_of_a_run(posx: Posx, tmp_path: Path) -> None:
