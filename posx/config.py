@@ -100,8 +100,9 @@ class TrainConfig:
     max_steps: int
     check_every: int  # steps between checks at train_len
     check_sequences: int
-    target: float  # accuracy of a check, whole answer and last tenth, at which a run has learned
+    target: float  # accuracy of a check, whole answer and last tenth, that begins the end
     decay_steps: int  # from there to the end
+    converged_at: float  # accuracy of the last check that makes a converged run
     average: float  # decay of the running mean of the weights
     checkpoint_every: int  # steps
 

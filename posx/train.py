@@ -95,7 +95,7 @@ def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str,
             record | {"status": "interrupted", "reason": str(error), "steps": state.step}
         )
         raise
-    converged = min(check["token_acc"], check["tail_acc"]) >= config.train.target
+    converged = min(check["token_acc"], check["tail_acc"]) >= config.train.converged_at
     run.save_weights(average.module.state_dict())
     run.write_table("train", pd.DataFrame(state.rows, columns=list(TRAIN_COLUMNS)))
     record |= {
