@@ -7,7 +7,7 @@ takes all matrices of a shape at once: a third of the time for the matrices of a
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Muon(torch.optim.Optimizer):
         assert all(p.ndim == 2 for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
+    def step(self, closure: Any = None) -> None:
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
@@ -45,13 +45,13 @@ class Muon(torch.optim.Optimizer):
             state = self.state[parameter]
             if "average" not in state:
                 state["average"] = torch.zeros_like(parameter)
-            average = state["average"].lerp_(parameter.grad, 1 - group["momentum"])
-            directions.append(parameter.grad.lerp(average, group["momentum"]))
+            gradient = parameter.grad
+            assert gradient is not None
+            average = state["average"].lerp_(gradient, 1 - group["momentum"])
+            directions.append(gradient.lerp(average, group["momentum"]))
         rows, columns = parameters[0].shape
         size = group["lr"] * max(1, rows / columns) ** 0.5
-        for parameter, step in zip(
-            parameters, orthogonalise(torch.stack(directions)), strict=True
-        ):
+        for parameter, step in zip(parameters, orthogonalise(torch.stack(directions)), strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(step, alpha=size)
 
 

@@ -15,9 +15,10 @@ the new one and a full disk loses neither.
 import io
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 SCHEMA = 1  # of the run folder; part of the hash, so a change of meaning never mixes with old runs
 
 NO_EXTENSION = "none"  # in eval.csv
+
+# What every run.json has, whatever its status.
+IN_RECORD = {
+    *("schema", "status", "reason", "task", "scheme", "label", "train_len", "seed", "data_seed"),
+    *("hash", "group", "converged", "steps"),
+}
 
 # What each column means; `posx show RUN` prints these.
 TRAIN_COLUMNS = {
@@ -99,8 +106,9 @@ class Run:
         path = self.folder / "run.json"
         try:
             record = json.loads(path.read_text("utf-8"))
-        except FileNotFoundError:
-            raise UserError(f"{self.folder} is not a run folder: it has no run.json") from None
+        except (FileNotFoundError, NotADirectoryError):
+            what = "it has no run.json" if self.folder.is_dir() else "there is no such folder"
+            raise UserError(f"{self.folder} is not a run folder: {what}") from None
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); move the folder away") from None
         if not isinstance(record, dict) or "status" not in record or "schema" not in record:
@@ -108,6 +116,10 @@ class Run:
         if record["schema"] != SCHEMA:
             raise UserError(
                 f"{path} has schema {record['schema']}, this posx reads {SCHEMA}: train it again"
+            )
+        if missing := IN_RECORD - record.keys():
+            raise UserError(
+                f"{path} lacks {', '.join(sorted(missing))}; move the folder away and train again"
             )
         return record
 
@@ -145,12 +157,13 @@ class Run:
             raise UserError(
                 f"{path} cannot be read ({error}); delete it and run the command again"
             ) from None
-        missing = [column for column in columns if column not in table]
-        if missing:
-            raise UserError(
-                f"{path} lacks the columns {', '.join(missing)}; delete it and run the command "
-                "again"
-            )
+        again = "delete it and run the command again"
+        if missing := [column for column in columns if column not in table]:
+            raise UserError(f"{path} lacks the columns {', '.join(missing)}; {again}")
+        index = {"train": "step", "eval": "length"}[name]
+        whole = path.read_bytes().endswith(b"\n")
+        if not whole or not (pd.api.types.is_integer_dtype(table[index]) or table.empty):
+            raise UserError(f"{path} is cut short or was changed; {again}")
         return table
 
     def write_table(self, name: str, table: "pd.DataFrame") -> None:
@@ -264,18 +277,19 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     Raises:
         UserError: the disk is full or the folder cannot be written; the old file is still there.
     """
-    temporary = None
+    temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open(
+            "xb"
+        ) as file:  # with the umask's mode; tempfile's are the owner's alone
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+        temporary.replace(path)
     except OSError as error:
         raise UserError(
             f"cannot write {path} ({error.strerror or error}): what was there is kept"
         ) from None
     finally:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):  # it is renamed, or the folder cannot be written
+            temporary.unlink()
