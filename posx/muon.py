@@ -27,7 +27,7 @@ class Muon(torch.optim.Optimizer):
         assert all(p.ndim == 2 for group in self.param_groups for p in group["params"])
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
