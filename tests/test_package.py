@@ -60,3 +60,11 @@ def test_wheel_works_in_another_folder(wheel: Path, tmp_path: Path) -> None:
     run("-m", "posx", "train", "scheme=rope", *QUICK, cwd=work, **here)
     run("-m", "posx", "eval", "--lengths", "24", "--sequences", "2", cwd=work, **here)
     assert "rope" in run("-m", "posx", "report", cwd=work, **here)
+
+
+def test_citation_names_the_version_of_the_package() -> None:
+    import tomllib
+
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}\n" in (ROOT / "CHANGELOG.md").read_text()
