@@ -1,6 +1,7 @@
 """From a config to objects: the only place that instantiates what a yaml names."""
 
 import inspect
+import logging
 import typing
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,6 +20,15 @@ from posx.model import Transformer
 from posx.runs import Run
 from posx.schemes.base import Scheme, Site
 from posx.tasks.base import Task
+
+# The types that a key of a yaml may have, in the user's words.
+PLAIN: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "a name",
+    type(None): "null",
+}
 
 
 @dataclass(frozen=True)
@@ -68,12 +78,18 @@ def make_extension(node: dict[str, Any]) -> Extension:
 
 def make_task(config: Config) -> Task:
     """The task of a run."""
-    return _instantiate(config.task)
+    task = _instantiate(config.task)
+    if not isinstance(task, Task):
+        raise UserError(f"{config.task_name}: {config.task['_target_']} is no posx.tasks.base.Task")
+    return task
 
 
 def make_scheme(node: dict[str, Any], site: Site) -> Scheme:
     """The scheme object of one site."""
-    return _instantiate(node, site)
+    scheme = _instantiate(node, site)
+    if not isinstance(scheme, Scheme):
+        raise UserError(f"{node['name']}: {node['_target_']} is no posx.schemes.base.Scheme")
+    return scheme
 
 
 def make_model(config: Config, task: Task) -> Transformer:
@@ -155,16 +171,21 @@ def locate(node: dict[str, Any]) -> Any:
     Raises:
         UserError: it cannot be imported.
     """
+    logging.getLogger("hydra.utils").setLevel(logging.CRITICAL)  # it prints what it raises
     try:
         return get_object(node["_target_"])
     except Exception as error:  # whatever importing the user's module raises
         cause = error.__cause__ or error
-        raise UserError(f"{node['name']}: cannot import {node['_target_']} ({cause})") from None
+        hint = "; its folder must be on PYTHONPATH" if isinstance(cause, ImportError) else ""
+        raise UserError(
+            f"{node['name']}: cannot import {node['_target_']} ({cause}){hint}"
+        ) from None
 
 
 def _instantiate(node: dict[str, Any], *arguments: Any) -> Any:
     """What `_target_` names, called with the arguments and the node's other keys."""
     call = {key: value for key, value in node.items() if key != "name"}
+    _check_call(node["name"], locate(node), call, len(arguments))
     try:
         return instantiate(call, *arguments)
     except InstantiationException as error:
@@ -173,4 +194,40 @@ def _instantiate(node: dict[str, Any], *arguments: Any) -> Any:
             raise cause from None
         if isinstance(cause, TypeError):  # an unknown or missing constructor key
             raise UserError(f"{node['name']}: {cause}") from None
-        raise UserError(f"{node['name']}: {str(error).splitlines()[0]}") from error
+        what = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
+        raise UserError(f"{node['name']}: {' '.join(what.split())}") from error
+
+
+def _check_call(name: str, target: Any, call: dict[str, Any], given: int) -> None:
+    """Refuse keys that a constructor does not take, and plain values of the wrong type.
+
+    Raises:
+        UserError: the key is named, with what there is.
+    """
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # not callable, or written in C
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
+        return
+    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    known = list(signature.parameters)[given:]
+    for key, value in call.items():
+        if key.startswith("_"):
+            continue
+        if key not in known:
+            raise UserError(
+                f"no key {key!r} in {name}{catalog.nearest(key, known)}; there are: "
+                f"{', '.join(known) or 'none'}"
+            )
+        if isinstance(value, dict) and "_target_" in value:
+            node = {"name": f"{name}.{key}", **value}
+            _check_call(node["name"], locate(node), value, 0)
+        kinds: tuple[Any, ...] = typing.get_args(hints.get(key)) or (hints.get(key),)
+        if not set(kinds) <= PLAIN.keys():
+            continue
+        fits = (int, *kinds) if float in kinds else kinds
+        if not isinstance(value, fits) or (isinstance(value, bool) and bool not in kinds):
+            shown = "null" if value is None else value
+            allowed = " or ".join(PLAIN[kind] for kind in kinds)
+            raise UserError(f"{name}: {key}={shown} must be {allowed}")

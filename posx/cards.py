@@ -87,7 +87,8 @@ def show_run(run: Run) -> None:
 
     console = out()
     console.print(run.folder, style="bold")
-    print_pairs({key: _fact(value) for key, value in record.items()})
+    facts = {key: _fact(value) for key, value in record.items()}
+    print_pairs({key: text for key, text in facts.items() if text})
     console.print()
     console.print("config.yaml", style="bold")
     console.print(config)
@@ -102,6 +103,8 @@ def show_run(run: Run) -> None:
         if hidden:
             console.print()
             print_text(f"No room for {', '.join(hidden)}: pipe this, or read {name}.csv there.")
+        if "reason" in hidden:
+            print_pairs({f"{row['length']} tokens": row["reason"] for row in rows if row["reason"]})
         console.print()
         print_pairs({column: meanings[name][column] for column in rows[0]}, indent="  ")
 
@@ -109,6 +112,8 @@ def show_run(run: Run) -> None:
 def _fact(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {_short(part)}" for key, part in value.items())
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return "" if value is None else str(value)
 
 

@@ -1,32 +1,67 @@
 """The command line. Bodies import what they need, so that --help stays light."""
 
+import errno
+import io
+import os
 import sys
+import traceback
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from posx.errors import UserError
+from posx.errors import RunFailed, UserError
 from posx.paths import RESULTS_VARIABLE, results_dir
 
 
 class Group(TyperGroup):
     """Mistakes of the user end as one line on stderr: exit code 2, or 1 where a run failed."""
 
+    def main(self, *arguments: Any, **extra: Any) -> NoReturn:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="replace")  # what a terminal cannot show becomes a ?
+        try:
+            code = super().main(*arguments, **extra | {"standalone_mode": False})
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            code = _refuse(f"cannot write the output ({error.strerror})", 1)
+        except Exception as error:
+            if not hasattr(error, "format_message"):  # what Typer's and Click's own have in common
+                raise
+            code = _refuse(_usage(error), getattr(error, "exit_code", 2))
+        raise SystemExit(code or 0)
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
-        except UserError as error:
-            print(f"posx: {error}", file=sys.stderr)
-            raise SystemExit(2) from None
-        except BrokenPipeError:  # `posx report | head`
-            sys.stderr.close()
-            raise SystemExit(0) from None
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # here, so that an error of it is seen
+        except (UserError, RunFailed) as error:
+            if os.environ.get("HYDRA_FULL_ERROR") == "1":
+                traceback.print_exception(error)
+            raise typer.Exit(_refuse(str(error), error.code)) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(_refuse("stopped; all that was written is kept", 130)) from None
+        return result
+
+
+def _refuse(text: str, code: int) -> int:
+    print(f"posx: {text}", file=sys.stderr)
+    return code
+
+
+def _usage(error: Any) -> str:
+    """An error of the parser as one line."""
+    context = getattr(error, "ctx", None)
+    command = "posx" if context is None or context.parent is None else f"posx {context.info_name}"
+    text = " ".join(error.format_message().split()).rstrip(".")
+    return f"{text[:1].lower()}{text[1:]}; see `{command} --help`"
 
 
 class HydraCommand(TyperCommand):
-    """A command whose words go to Hydra as they were typed; Typer would sort options from arguments."""
+    """A command whose words go to Hydra as they were typed; Typer would sort them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta["posx.words"] = list(args)
@@ -35,7 +70,7 @@ class HydraCommand(TyperCommand):
 
 app = typer.Typer(
     cls=Group,
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -44,14 +79,20 @@ app = typer.Typer(
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[RUN | key=value]...", help="Run folders, or filters: scheme=rope,alibi"
+        metavar="RUN | key=value", help="Run folders, or filters such as scheme=rope,alibi"
     ),
 ]
 ResultsDir = Annotated[
     Path, typer.Option("--results-dir", envvar=RESULTS_VARIABLE, help="Where runs are kept.")
 ]
 ConfigDir = Annotated[
-    Path | None, typer.Option("--config-dir", help="A folder of your own yaml files.")
+    Path | None,
+    typer.Option(
+        "--config-dir",
+        exists=True,
+        file_okay=False,
+        help="A folder of your own yaml files: scheme/mine.yaml, ...",
+    ),
 ]
 Trust = Annotated[
     list[str] | None,
@@ -70,15 +111,22 @@ def print_version(wanted: bool) -> None:
 
 @app.callback()
 def posx(
+    ctx: typer.Context,
     version: Annotated[
         bool,
         typer.Option("--version", help="Print the version.", callback=print_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Positional schemes at lengths never trained: where do they compute, and where do they perform?
+    """Positional schemes at lengths never trained: where do they compute, and where do they
+    perform?
 
-    posx train scheme=rope; posx eval --lengths 512,2048,8192; posx report
+    \b
+    posx train scheme=rope
+    posx eval --lengths 512,2048,8192
+    posx report
     """
+    if ctx.invoked_subcommand is None:
+        print(ctx.get_help())
 
 
 @app.command(
@@ -90,22 +138,22 @@ def train(
     ctx: typer.Context,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[key=value]...", help="Config keys, and Hydra's own flags."),
+        typer.Argument(metavar="key=value", help="Config keys, and Hydra's own flags."),
     ] = None,
 ) -> None:
-    """Train one run, or a sweep with -m. A finished run is not trained again, a broken one goes on.
+    """Train one run, or a sweep with -m.
 
+    A finished run is not trained again; an interrupted one goes on with the same command.
+
+    \b
     posx train scheme=rope task=sort seed=1
-    | posx train -m scheme=rope,alibi seed=0,1,2
-    | posx train scheme=mine --config-dir my_configs
+    posx train -m scheme=rope,alibi seed=0,1,2
+    posx train init=RUN train_len=256
+    posx train scheme=mine --config-dir my_configs
     """
     from posx import commands
 
-    try:
-        commands.train(ctx.meta["posx.words"])
-    except commands.RunFailed as error:
-        print(f"posx: {error}", file=sys.stderr)
-        raise SystemExit(error.code) from None
+    commands.train(ctx.meta["posx.words"])
 
 
 @app.command("eval")
@@ -137,32 +185,32 @@ def evaluate(
     config_dir: ConfigDir = None,
     results: ResultsDir = RESULTS,
 ) -> None:
-    """Evaluate trained runs at any length: first whether they compute, then how well they perform.
+    """Evaluate trained runs at any length.
 
+    First whether each computes there, then how well it performs. All finished runs when none is
+    named; cells that are there already are kept.
+
+    \b
     posx eval --lengths 512,2048,8192
-    | posx eval scheme=rope,alibi task=sort --lengths 8x
-    | posx eval --lengths 512 --extend yarn,ntk
+    posx eval scheme=rope,alibi task=sort --lengths 8x
+    posx eval --lengths 512 --extend yarn,ntk
     """
     from posx import commands
 
-    try:
-        commands.evaluate(
-            words or [],
-            results,
-            lengths,
-            [] if extend is None else [name.strip() for name in extend.split(",")],
-            tuple(trust or ()),
-            config_dir,
-            again,
-            max_memory=max_memory,
-            max_seconds=max_seconds,
-            sequences=sequences,
-            seed=eval_seed,
-            generate=generate,
-        )
-    except commands.RunFailed as error:
-        print(f"posx: {error}", file=sys.stderr)
-        raise SystemExit(error.code) from None
+    commands.evaluate(
+        words or [],
+        results,
+        lengths,
+        _names(extend),
+        tuple(trust or ()),
+        config_dir,
+        again,
+        max_memory=max_memory,
+        max_seconds=max_seconds,
+        sequences=sequences,
+        seed=eval_seed,
+        generate=generate,
+    )
 
 
 @app.command()
@@ -178,7 +226,15 @@ def report(
     plot: Annotated[Path | None, typer.Option(help="Draw curves: FILE.png, .svg or .pdf")] = None,
     results: ResultsDir = RESULTS,
 ) -> None:
-    """Compare all runs: accuracy against length, and how far each computes and performs."""
+    """Compare runs: how far each computes and performs.
+
+    Tables of accuracy against length, over seeds; of all runs when none is named.
+
+    \b
+    posx report
+    posx report task=copy --format csv --output copy.csv
+    posx report --metric exact_match --plot curves.png
+    """
     from posx import commands
 
     commands.report(
@@ -195,12 +251,24 @@ def report(
 
 @app.command("list")
 def list_names(
-    group: Annotated[str, typer.Argument(help="scheme | extension | task | model | optim | run")],
+    group: Annotated[
+        str,
+        typer.Argument(
+            metavar="GROUP",
+            help="scheme | extension | task | model | optim | run",
+            show_default=False,
+        ),
+    ],
     words: Words = None,
     config_dir: ConfigDir = None,
     results: ResultsDir = RESULTS,
 ) -> None:
-    """One line for each scheme, extension, task or run."""
+    """One line for each scheme, extension, task or run.
+
+    \b
+    posx list scheme
+    posx list run task=copy converged=yes
+    """
     from posx import commands
 
     commands.list_names(group, words or [], results, config_dir)
@@ -213,10 +281,40 @@ def show(
     ],
     config_dir: ConfigDir = None,
 ) -> None:
-    """The card of a scheme (formula, source, limit), or the config and tables of a run."""
+    """The card of a scheme, or all about a run.
+
+    Of a scheme its formula, source, keys and limit; also of a task or an extension. Of a run its
+    config and tables, and what their columns mean.
+
+    \b
+    posx show scheme=rope
+    posx show extension=yarn
+    posx show results/runs/copy/rope/seed0-1a2b3c4d
+    """
     from posx import commands
 
     commands.show(what, config_dir)
+
+
+@app.command()
+def check(
+    scheme: Annotated[
+        str | None, typer.Argument(metavar="scheme=NAME", help="All schemes when none is named.")
+    ] = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Test a scheme, yours or ours, against its contract.
+
+    Shapes, causality, cached decoding, gradients, half precision, agreement of all attention
+    paths, ... Exit code 1 when a check fails.
+
+    \b
+    posx check scheme=rope
+    posx check scheme=mine --config-dir my_configs
+    """
+    from posx import commands
+
+    commands.check(scheme, config_dir)
 
 
 def _names(text: str | None) -> list[str]:

@@ -1,11 +1,13 @@
 """The verbs: each turns a command line into calls of the modules below."""
 
+import os
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posx import catalog, runs
-from posx.errors import UserError
+from posx.errors import RunFailed, UserError
+from posx.lengths import looks_like as looks_like_lengths
 from posx.lengths import parse as parse_lengths
 from posx.progress import say
 from posx.runs import Run
@@ -15,17 +17,10 @@ if TYPE_CHECKING:
 
     from posx.config import Config
 
-GROUPS = ("scheme", "extension", "task", "model", "optim")
+YES_NO = {"true": "yes", "false": "no", "none": "", "null": ""}  # as the lists print them
 FILTERS = ("scheme", "task", "seed", "data_seed", "train_len", "status", "converged", "hash")
+SIGNALLED = 128  # exit codes above it say which signal asked to stop
 NOT_A_VARIANT = ("scheme", "task", "seed", "data_seed", "init", "results_dir", "device", "threads")
-
-
-class RunFailed(Exception):
-    """A run failed or was stopped; `code` is the exit code."""
-
-    def __init__(self, text: str, code: int = 1) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 def train(words: list[str]) -> None:
@@ -37,26 +32,62 @@ def train(words: list[str]) -> None:
     """
     from posx import hydra_app
 
-    failures: list[Exception] = []
+    here = os.getpid()
+    done: list[str] = []
+    failures: list[tuple[str, UserError | RunFailed]] = []
 
     def job(node: "DictConfig") -> float:
-        """Never raises: Hydra would end the sweep. Returns the in-range error, for sweepers."""
+        """Returns the in-range error, for sweepers. Raises only where Hydra does not end the sweep
+        for it, that is in the process of a launcher, or when the user asked to stop."""
+        name = _swept(words)
+        done.append(name)
         try:
             record = _train_one(node)
         except (UserError, RunFailed) as error:
-            failures.append(error)
+            failures.append((name, error))
+            if os.getpid() != here:
+                say(f"posx: {name}: {error}")
+                raise
+            if error.code > SIGNALLED:
+                raise KeyboardInterrupt from None
             return float("nan")
-        return 1 - record["check"]["token_acc"]
+        return 1 - record["check"]["token_acc"] if record else float("nan")
 
-    hydra_app.run(job, "train", words)
-    for failure in failures[:-1]:
-        say(f"posx: {failure}")
-    if failures:
-        raise failures[-1]
+    try:
+        hydra_app.run(job, "train", words)
+    except KeyboardInterrupt:
+        if not failures:
+            raise
+    if not failures:
+        return
+    if len(done) == 1:
+        raise failures[0][1]
+    for name, error in failures:
+        say(f"posx: {name}: {error}")
+    code = max(failures, key=lambda failure: failure[1].code)[1].code
+    raise RunFailed(
+        f"{len(failures)} of {len(done)} runs failed: {'; '.join(name for name, _ in failures)}",
+        code if code > SIGNALLED else 1,
+    )
 
 
-def _train_one(node: "DictConfig") -> dict[str, Any]:
-    """Train the run of one composed config, unless it is there already; returns its record."""
+def _swept(words: list[str]) -> str:
+    """What makes this run of a sweep differ from the others, such as `scheme=rope seed=1`."""
+    return " ".join(word for word in _overrides() if word not in words)
+
+
+def _overrides() -> list[str]:
+    """The overrides of the job that Hydra is running, as they were typed."""
+    from hydra.core.hydra_config import HydraConfig
+    from omegaconf import OmegaConf
+
+    typed = OmegaConf.to_container(HydraConfig.get().overrides.task, resolve=False)
+    return [str(word) for word in typed or ()]
+
+
+def _train_one(node: "DictConfig") -> dict[str, Any] | None:
+    """Train the run of one composed config, unless it is there already; returns its record, or None
+    where another process is at it."""
     from hydra.core.hydra_config import HydraConfig
 
     from posx.config import from_node
@@ -65,7 +96,7 @@ def _train_one(node: "DictConfig") -> dict[str, Any]:
 
     hydra = HydraConfig.get()
     config = from_node(node, dict(hydra.runtime.choices))
-    label = _label(config.scheme_name, list(hydra.overrides.task))
+    label = _label(config.scheme_name, _overrides())
     results = Path(node.results_dir).absolute()
     parent = None
     if config.init is not None:
@@ -75,7 +106,8 @@ def _train_one(node: "DictConfig") -> dict[str, Any]:
     )
     with run.lock() as mine:
         if not mine:
-            raise RunFailed(f"{run.folder}: another process is training this run; left alone")
+            say(f"{run.folder}: another process is training this run; left alone")
+            return None
         record = run.record() if (run.folder / "run.json").exists() else None
         if record is not None and record["status"] == "finished":
             say(f"already trained: {run.folder}")
@@ -84,7 +116,7 @@ def _train_one(node: "DictConfig") -> dict[str, Any]:
                 record = train_run(config, run, parent, label)
             except Interrupted as error:
                 raise RunFailed(
-                    f"stopped by {error}; the same command goes on", 128 + error.number
+                    f"stopped by {error}; the same command goes on", SIGNALLED + error.number
                 ) from None
             except UserError:
                 raise
@@ -109,8 +141,9 @@ def describe(record: dict[str, Any]) -> str:
     check = record["check"]
     return (
         f"{record['task']}/{record['scheme']} seed {record['seed']}: {record['steps']} steps, "
-        f"{record['wall_s']:.0f} s, accuracy {check['token_acc']:.4f} (last tenth {check['tail_acc']:.4f}) at "
-        f"{record['train_len']} tokens, converged: {'yes' if record['converged'] else 'no'}"
+        f"{record['wall_s']:.0f} s, accuracy {check['token_acc']:.4f} (last tenth "
+        f"{check['tail_acc']:.4f}) at {record['train_len']} tokens, converged: "
+        f"{'yes' if record['converged'] else 'no'}"
     )
 
 
@@ -123,12 +156,18 @@ def _label(scheme: str, overrides: list[str]) -> str:
 def _parent(config: "Config") -> tuple[Run, "Config"]:
     """The finished run that `init` names, and the config with its hash in place of its path."""
     parent = Run(Path(str(config.init)).absolute())
-    record = parent.record()
+    try:
+        record = parent.record()
+    except UserError as error:
+        raise UserError(f"init={config.init}: {error}") from None
     if record["status"] != "finished":
-        raise UserError(f"init={config.init}: that run is {record['status']}, not finished")
+        raise UserError(
+            f"init={config.init}: that run is {record['status']}, not finished; train it first"
+        )
     if record["scheme"] != config.scheme_name or record["task"] != config.task_name:
         raise UserError(
-            f"init={config.init} is a run of scheme={record['scheme']} task={record['task']}; say so here too"
+            f"init={config.init} is a run of scheme={record['scheme']} task={record['task']}: give "
+            "the same here"
         )
     return parent, config.with_parent(record["hash"], record["train_len"])
 
@@ -146,7 +185,7 @@ def evaluate(
     again: bool,
     **budget: Any,
 ) -> None:
-    """Fill the missing cells of the runs that `words` name; of all finished runs when none is named.
+    """Fill the missing cells of the runs that `words` name; of all finished ones without words.
 
     Raises:
         UserError: no run, or a length or extension that fits none of them; found before any work.
@@ -164,8 +203,8 @@ def evaluate(
     chosen = [run for run in _choose(words, results) if run.record()["status"] == "finished"]
     if not chosen:
         raise UserError(
-            f"no finished run {_with(words)}in {results}: see all with `posx list run`, train one with "
-            "`posx train scheme=rope`"
+            f"no finished run {_with(words)}in {results}: see all with `posx list run`, train one "
+            "with `posx train scheme=rope`"
         )
     plans, refused = [], []
     for run in chosen:
@@ -177,16 +216,20 @@ def evaluate(
         raise UserError(refused[0])
     for text in dict.fromkeys(refused):
         say(f"skipped: {text}")
-    broken = 0
+    broken = []
     for each in plans:
         try:
             fill(each, Budget(**budget), again)
         except UserError as error:
-            broken += 1
-            say(f"posx: {error}")
+            broken.append(str(error))
+    if broken and len(plans) == 1:
+        raise RunFailed(broken[0])
+    for text in broken:
+        say(f"posx: {text}")
     if broken:
-        raise RunFailed(f"{broken} of {len(plans)} runs could not be evaluated")
-    say(f"{len(plans)} runs evaluated; compare them with `posx report`")
+        raise RunFailed(f"{len(broken)} of {len(plans)} runs could not be evaluated")
+    evaluated = f"{len(plans)} run{'s' if len(plans) > 1 else ''} evaluated"
+    say(f"{evaluated}; compare with `posx report`")
 
 
 # -- report, list, show ----------------------------------------------------------------------------
@@ -205,62 +248,107 @@ def list_names(group: str, words: list[str], results: Path, extra: Path | None) 
     from posx.display import print_rows
 
     if group == "run":
-        print_rows([_run_line(run) for run in _choose(words, results)])
+        rows = [_run_line(run) for run in _choose(words, results)]
+        print_rows(rows, below=("run", "changes", "reason"))
         return
-    if group not in GROUPS:
+    groups = catalog.groups(*([extra] if extra else []))
+    if group not in groups:
         raise UserError(
-            f"cannot list {group!r}{catalog.nearest(group, [*GROUPS, 'run'])}: use "
-            f"{', '.join([*GROUPS, 'run'])}"
+            f"cannot list {group!r}{catalog.nearest(group, [*groups, 'run'])}: use "
+            f"{', '.join([*groups, 'run'])}"
         )
+    if words:
+        raise UserError(f"`posx list {group}` takes no {' '.join(words)}: only runs are chosen so")
     files = catalog.files(group, extra)
-    rows = [{"name": name, "card": catalog.card(path)} for name, path in files.items()]
+    facts: dict[str, dict[str, str]] = {name: {} for name in files}
     if group == "scheme":
         from posx.cards import scheme_facts
 
-        rows = [
-            {"name": row["name"], **scheme_facts(files[row["name"]]), "card": row["card"]}
-            for row in rows
-        ]
-    print_rows(rows)
+        facts = {name: scheme_facts(path) for name, path in files.items()}
+    print_rows(
+        [{"name": name, **facts[name], "card": catalog.card(files[name])} for name in files],
+        below=("card",),
+    )
 
 
 def show(word: str, extra: Path | None) -> None:
     """The card of `scheme=rope` (or a task or extension), or the config and tables of a run."""
     from posx import cards
 
+    groups = catalog.groups(*([extra] if extra else []))
     group, equals, name = word.partition("=")
-    if equals:
-        if group not in GROUPS:
+    if equals and not Path(word).exists():
+        if group not in groups:
             raise UserError(
-                f"cannot show {group!r}{catalog.nearest(group, GROUPS)}: use {', '.join(GROUPS)} or a run "
-                "folder"
+                f"cannot show {group!r}{catalog.nearest(group, groups)}: use {', '.join(groups)} "
+                "or a run folder"
             )
         cards.show_name(group, catalog.find(group, name, extra))
         return
-    folder = Path(word)
-    if not folder.exists():
-        known = [f"{group}={name}" for group in GROUPS for name in catalog.files(group, extra)]
-        raise UserError(
-            f"{word} is no run folder{catalog.nearest(word, known)}: write a folder from `posx list run`, or "
-            "scheme=rope"
-        )
-    cards.show_run(Run(folder.absolute()))
+    if not word or not Path(word).exists():
+        raise UserError(_no_folder(word, extra))
+    cards.show_run(Run(Path(word).absolute()))
+
+
+def check(word: str | None, extra: Path | None) -> None:
+    """The conformance checks of one scheme, or of all.
+
+    Raises:
+        UserError: there is no such scheme, or it cannot be made at all.
+        RunFailed: a check fails.
+    """
+    from functools import partial
+
+    from posx import build, conformance
+    from posx.display import out, print_rows
+
+    known = catalog.files("scheme", extra)
+    group, equals, name = word.partition("=") if word else ("", "", "")
+    if equals and group != "scheme":
+        raise UserError(f"cannot check {group!r}: write scheme=NAME, or nothing for all schemes")
+    if word:
+        name = name if equals else group
+        known = {name: catalog.find("scheme", name, extra)}
+    failed = []
+    for name, path in known.items():
+        make = partial(build.make_scheme, build.load_yaml(path))
+        subject = conformance.Subject(name, make, catalog.card(path))
+        make(subject.site())
+        results = conformance.run(subject)
+        bad = [result for result in results if not result.passed]
+        failed += [f"{name}: {result.check}" for result in bad]
+        rows = [
+            {
+                "scheme": name,
+                "check": result.check,
+                "result": "pass" if result.passed else "FAIL",
+                "what": " ".join(result.message.split()),
+            }
+            for result in (results if word else bad)
+        ]
+        if not word:
+            out().print(f"{name}: {len(results) - len(bad)} of {len(results)} checks pass")
+        if rows:
+            print_rows(rows, below=("what",))
+    if failed:
+        raise RunFailed(f"{len(failed)} checks failed: {'; '.join(failed)}")
 
 
 def _run_line(run: Run) -> dict[str, str]:
     record = run.record()
-    check = record.get("check") or {}
-    converged = {True: "yes", False: "no", None: ""}[record["converged"]]
+    found = record.get("check") or {}
     return {
         "task": record["task"],
-        "scheme": record["label"],
+        "scheme": record["scheme"],
         "train_len": str(record["train_len"]),
         "seed": str(record["seed"]),
-        "status": record["status"] + (f": {record['reason']}" if record["reason"] else ""),
+        "status": record["status"],
         "steps": str(record["steps"]),
-        "converged": converged,
-        "accuracy": f"{check['token_acc']:.4f}" if check else "",
+        "converged": _text(record["converged"]),
+        "accuracy": f"{found['token_acc']:.4f}" if found else "",
         "run": str(_relative(run.folder)),
+        "changes": record["label"].removeprefix(record["scheme"]).strip(),
+        "reason": record["reason"] or "",
     }
 
 
@@ -274,37 +362,83 @@ def _relative(folder: Path) -> Path:
 
 
 def _choose(words: list[str], results: Path) -> list[Run]:
-    """Runs by folder, or all in `results` that match every key=value; a value may be a comma list.
+    """Runs by folder, or all in `results`, that match every key=value; a value may be a comma list.
 
     Raises:
-        UserError: there is none, or a key that runs do not have.
+        UserError: there is none, or a key or a value that no run has.
     """
-    filters = dict(word.split("=", 1) for word in words if "=" in word)
-    folders = [Path(word) for word in words if "=" not in word]
+    folders = [word for word in words if "=" not in word or Path(word).exists()]
+    filters = dict(word.split("=", 1) for word in words if word not in folders)
+    for word in folders:
+        if not word or not Path(word).exists():
+            raise UserError(_no_folder(word))
     if folders:
-        found, problems = [Run(folder.absolute()) for folder in folders], []
+        found, problems = [Run(Path(folder).absolute()) for folder in folders], []
     else:
         found, problems = runs.find(results)
     for problem in problems:
         say(f"posx: left out: {problem}")
-    matching = [run for run in found if _matches(run.record(), filters)]
-    if not matching:
+    if not found:
         raise UserError(
-            f"no runs {_with(words)}in {results}: train one with `posx train scheme=rope`, or name another "
+            f"no runs in {results}: train one with `posx train scheme=rope`, or name another "
             "folder with --results-dir"
         )
+    records = [run.record() for run in found]
+    wanted = {key: _values(key, value, records) for key, value in filters.items()}
+    matching = [
+        run
+        for run, record in zip(found, records, strict=True)
+        if all(_text(record[key]) in values for key, values in wanted.items())
+    ]
+    if not matching:
+        raise UserError(f"no run with {' and '.join(words)}: see all with `posx list run`")
     return matching
 
 
-def _matches(record: dict[str, Any], filters: dict[str, str]) -> bool:
-    for key, value in filters.items():
-        if key not in record:
-            raise UserError(
-                f"cannot choose runs by {key!r}{catalog.nearest(key, record)}: use {', '.join(FILTERS)}"
-            )
-        if str(record[key]).lower() not in value.lower().split(","):
-            return False
-    return True
+def _values(key: str, text: str, records: list[dict[str, Any]]) -> set[str]:
+    """The values of a filter. One that no run has is said; when none is left it is an error."""
+    if key not in FILTERS:
+        raise UserError(
+            f"cannot choose runs by {key!r}{catalog.nearest(key, FILTERS)}: use "
+            f"{', '.join(FILTERS)}"
+        )
+    there = {_text(record[key]) for record in records}
+    wanted = [YES_NO.get(value.strip().lower(), value.strip().lower()) for value in text.split(",")]
+    missing = [value for value in wanted if value not in there]
+    if len(missing) == len(wanted):
+        raise UserError(
+            f"no run has {key}={text}{catalog.nearest(missing[0], there)}; there are: "
+            f"{', '.join(sorted(there))}"
+        )
+    for value in missing:
+        say(f"posx: no run has {key}={value}")
+    return set(wanted)
+
+
+def _text(value: Any) -> str:
+    """A value of a record as it is listed and chosen by."""
+    if value is None:
+        return ""
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value).lower()
+
+
+def _no_folder(word: str, extra: Path | None = None) -> str:
+    """One sentence on a word that names no run folder, with what was probably meant."""
+    text = f"{word!r} is no run folder"
+    groups = catalog.groups(*([extra] if extra else []))
+    if word in (*groups, "run"):
+        return f"{text}: names are in `posx list {word}`"
+    names = {
+        name: f"{group}={name}"
+        for group in reversed(groups)
+        for name in catalog.files(group, extra)
+    }
+    if word in names:
+        return f"{text}: write {names[word]}"
+    if looks_like_lengths(word):
+        return f"{text}: lengths stand together, as in --lengths 512,2048"
+    hint = catalog.nearest(word, names) or catalog.nearest(word, names.values())
+    return f"{text}{hint}: write a folder from `posx list run`, or a name such as scheme=rope"
 
 
 def _with(words: list[str]) -> str:

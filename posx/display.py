@@ -40,15 +40,14 @@ def print_rows(rows: Sequence[Mapping[str, Any]], below: Sequence[str] = ()) -> 
                 if row[column]:
                     console.print(_wrapped(console, row[column], "    "))
     else:
-        for number, row in enumerate(texts):
-            if number:
-                console.print()
-            print_pairs({key: value for key, value in row.items() if value})
+        for row in texts:
+            console.print(row[columns[0]], style="bold")
+            print_pairs({key: row[key] for key in columns[1:] if row[key]}, indent="  ")
 
 
 def print_fitting(rows: Sequence[Mapping[str, Any]], first: Sequence[str]) -> list[str]:
-    """One line a row, with as many columns as the terminal has room for, those in `first` before the
-    others; returns the columns that were left out."""
+    """One line a row, with as many columns as the terminal has room for, those in `first` before
+    the others; returns the columns that were left out."""
     console = out()
     texts = [{key: str(value) for key, value in row.items()} for row in rows]
     columns = list(texts[0])

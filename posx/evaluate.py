@@ -13,6 +13,7 @@ from posx import build, stats
 from posx.build import Extension
 from posx.config import Config, loads
 from posx.device import pick_device, pick_dtype
+from posx.errors import UserError
 from posx.lengths import DEFAULT, Lengths
 from posx.measure import Budget, measure
 from posx.progress import Bar, say
@@ -84,7 +85,15 @@ def fill(plan: Plan, budget: Budget, again: bool) -> None:
             for done, (extension, length) in enumerate(missing):
                 name = _name(extension)
                 bar.update(done, f"{length} tokens" + ("" if extension is None else f" {name}"))
-                cell = measure(model, task, config, length, budget, extension, record["steps"])
+                try:
+                    cell = measure(model, task, config, length, budget, extension, record["steps"])
+                except (MemoryError, RuntimeError) as error:
+                    if budget.sequences is None:
+                        raise
+                    raise UserError(
+                        f"{run.folder}: {budget.sequences} sequences of {length} tokens cannot be "
+                        f"drawn ({' '.join(str(error).split())[:200]}); use fewer --sequences"
+                    ) from None
                 row = {
                     "scheme": config.scheme_name,
                     "extension": name,

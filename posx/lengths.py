@@ -1,4 +1,4 @@
-"""Lengths as a user writes them: `512,2048`, `64..8192` (doubling), `8x` (multiples of train_len)."""
+"""Lengths as a user writes them: `512,2048`, `64..8192` (doubling), `8x` (of train_len)."""
 
 import re
 from dataclasses import dataclass

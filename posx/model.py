@@ -42,9 +42,7 @@ class Attention(nn.Module):
         )
         return self.scheme.prepare(x, q, k, v, pos)
 
-    def forward(
-        self, x: Tensor, pos: Tensor, last: int, cache: Cache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, pos: Tensor, last: int, cache: Cache | None = None) -> Tensor:
         """The output of the last `last` tokens. x: (B, T, E), pos: (T,) -> (B, last, E)."""
         q, k, v, state = self.project(x, pos)
         key_pos = pos
@@ -68,9 +66,7 @@ class Block(nn.Module):
         self.down = nn.Linear(config.d_ff, config.d_model)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(
-        self, x: Tensor, pos: Tensor, last: int, cache: Cache | None = None
-    ) -> Tensor:
+    def forward(self, x: Tensor, pos: Tensor, last: int, cache: Cache | None = None) -> Tensor:
         """x: (B, T, E) -> (B, last, E): all tokens are attended to, the last ones are computed."""
         x = x[:, -last:] + self.attention(self.attention_norm(x), pos, last, cache)
         return x + self.down(self.activation(self.up(self.mlp_norm(x))))

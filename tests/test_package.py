@@ -49,7 +49,17 @@ def test_wheel_holds_exactly_the_configs_of_the_repository(wheel: Path) -> None:
 @pytest.mark.slow
 def test_wheel_works_in_another_folder(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
-    run("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target), str(wheel), cwd=ROOT)
+    run(
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(target),
+        str(wheel),
+        cwd=ROOT,
+    )
     work = tmp_path / "work"
     work.mkdir()
     here = {"PYTHONPATH": str(target)}
