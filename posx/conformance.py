@@ -52,7 +52,7 @@ class Subject:
     def model(self, train_len: int = TRAIN_LEN) -> Transformer:
         torch.manual_seed(2)
         model = Transformer(MODEL, VOCAB, self.make, train_len)
-        for scheme in model.schemes:
+        for scheme in schemes_of(model):
             stirred(scheme)
         return model.eval()
 
@@ -91,6 +91,11 @@ def stirred(scheme: Scheme) -> Scheme:
         for parameter in scheme.parameters():
             parameter += 0.3 * torch.randn(parameter.shape, generator=random)
     return scheme
+
+
+def schemes_of(model: Transformer) -> list[Scheme]:
+    """Every scheme object of a model once."""
+    return [model.scheme(layer) for layer in range(len(model.schemes))]
 
 
 def tokens(n: int, seed: int = 4) -> Tensor:
@@ -225,7 +230,7 @@ def check_cached_decoding(subject: Subject) -> None:
         return
     n = subject.length(2 * TRAIN_LEN + 3)
     model, digits = subject.model(), tokens(n)
-    caches = [Cache() for _ in model.schemes]
+    caches = [Cache() for _ in model.layers]
     pieces, start = [], 0
     with torch.no_grad():
         for size in (4, 1, 3, *[1] * n):
@@ -273,7 +278,7 @@ def check_gradients(subject: Subject) -> None:
     model = subject.model()
     n = subject.length(2 * TRAIN_LEN)
     model(tokens(n)).square().mean().backward()
-    for scheme in model.schemes:
+    for scheme in schemes_of(model):
         for name, parameter in scheme.named_parameters():
             assert parameter.grad is not None, f"no gradient reaches {name}"
             assert parameter.grad.isfinite().all(), f"the gradient of {name} is not finite"

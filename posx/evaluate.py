@@ -13,7 +13,6 @@ from posx import build, stats
 from posx.build import Extension
 from posx.config import Config, loads
 from posx.device import pick_device, pick_dtype
-from posx.errors import UserError
 from posx.lengths import DEFAULT, Lengths
 from posx.measure import Budget, measure
 from posx.progress import Bar, say
@@ -81,19 +80,12 @@ def fill(plan: Plan, budget: Budget, again: bool) -> None:
         model = build.make_model(config, task)
         build.load_weights(model, run)
         model.to(pick_device(config.device), pick_dtype(config.dtype, config.device))
-        with Bar(f"{config.task_name}/{record['label']} seed {config.seed}", len(missing)) as bar:
+        title = f"{config.task_name}/{record['label']} seed {config.seed}"
+        with Bar(title, len(missing)) as bar:
             for done, (extension, length) in enumerate(missing):
                 name = _name(extension)
                 bar.update(done, f"{length} tokens" + ("" if extension is None else f" {name}"))
-                try:
-                    cell = measure(model, task, config, length, budget, extension, record["steps"])
-                except (MemoryError, RuntimeError) as error:
-                    if budget.sequences is None:
-                        raise
-                    raise UserError(
-                        f"{run.folder}: {budget.sequences} sequences of {length} tokens cannot be "
-                        f"drawn ({' '.join(str(error).split())[:200]}); use fewer --sequences"
-                    ) from None
+                cell = measure(model, task, config, length, budget, extension, record["steps"])
                 row = {
                     "scheme": config.scheme_name,
                     "extension": name,
@@ -105,6 +97,24 @@ def fill(plan: Plan, budget: Budget, again: bool) -> None:
                 table = _with_row(table, row)
                 run.write_table("eval", table)
             bar.update(len(missing), "done")
+    for name, rows in table.groupby("extension"):
+        say(f"{title}{'' if name == NO_EXTENSION else f' + {name}'}: {_line(rows)}")
+    seen = table[table["overlap"] > 0]
+    for _, row in seen.iterrows():
+        say(
+            f"{title}: {row['overlap']:.0f} of {row['sequences']} sequences of {row['length']} "
+            "tokens were drawn in training too"
+        )
+
+
+def _line(rows: pd.DataFrame) -> str:
+    """Accuracy and verdict at every length, on one line."""
+    cells = []
+    for row in rows.to_dict("records"):
+        computes = bool(row["computes"])
+        accuracy = f"{row['token_acc']:.3f} {row['verdict']}" if computes else row["status"]
+        cells.append(f"{row['length']} {accuracy}")
+    return ", ".join(cells)
 
 
 def _name(extension: Extension | None) -> str:

@@ -13,8 +13,8 @@ def greedy(model: Transformer, prompt: Tensor, n_new: int) -> Tensor:
 
     prompt: (B, P, digits) -> (B, n_new, digits).
     """
-    cached = all(scheme.kv for scheme in model.schemes)
-    caches = [Cache() for _ in model.schemes] if cached else None
+    cached = all(model.scheme(layer).kv for layer in range(len(model.layers)))
+    caches = [Cache() for _ in model.layers] if cached else None
     sequence, feed = prompt, prompt
     for _ in range(n_new):
         logits = model(feed if cached else sequence, last=1, caches=caches)  # (B, 1, digits, rows)

@@ -76,11 +76,10 @@ def measure(
         UserError: the task cannot make the length, or the extension does not fit the scheme.
     """
     task.check_length(length)
-    batch = draw(task, length, budget)
     row: dict[str, Any] = {
         "length": length,
         "items": task.items(length),
-        "sequences": len(batch.tokens),
+        "sequences": n_sequences(task, length, budget),
         "chance": task.chance(length),
     }
     changed = model
@@ -88,10 +87,13 @@ def measure(
         changed = copy.deepcopy(model)
         extend(changed, extension, length)
     changed.eval()
-    n_tokens = batch.tokens.shape[1]
-    row["path"] = choose_path(changed.schemes[-1], n_tokens - 1, n_tokens - 1, training=False)
-    refused = _refuse(changed, n_tokens, budget)
+    n_tokens = task.length(row["items"])
+    row["path"] = choose_path(
+        changed.scheme(len(changed.layers) - 1), n_tokens - 1, n_tokens - 1, training=False
+    )
+    refused = _refuse(changed, n_tokens, row["sequences"], budget)
     if refused is None:
+        batch = draw(task, length, budget)
         row |= _compute(changed, batch, task, config, budget)
         if row["status"] == "ok" and length <= config.train_len:
             row["overlap"] = overlap(batch, task, config, steps)
@@ -100,16 +102,18 @@ def measure(
     return row | {"computes": row["status"] == "ok"}
 
 
-def _refuse(model: Transformer, n_tokens: int, budget: Budget) -> dict[str, str] | None:
+def _refuse(
+    model: Transformer, n_tokens: int, sequences: int, budget: Budget
+) -> dict[str, str] | None:
     """Status and reason where it is known before the start that the pass cannot be made."""
-    max_len = model.schemes[0].max_len
+    max_len = model.scheme(0).max_len
     if max_len is not None and n_tokens > max_len:
         return {
             "status": "out_of_range",
             "reason": f"{n_tokens} tokens, the scheme's table has {max_len}; evaluate with "
             "--extend, or train with a longer table",
         }
-    need = predict_mib(model, n_tokens)
+    need = predict_mib(model, n_tokens, sequences)
     limit = budget.max_memory or available()
     if need > limit:
         return {
@@ -119,16 +123,18 @@ def _refuse(model: Transformer, n_tokens: int, budget: Budget) -> dict[str, str]
     return None
 
 
-def predict_mib(model: Transformer, n_tokens: int) -> float:
-    """Memory of one forward pass above the weights, from the shapes: an upper estimate."""
+def predict_mib(model: Transformer, n_tokens: int, sequences: int) -> float:
+    """Memory of one forward pass above the weights, and of the sequences, from the shapes: an upper
+    estimate."""
     c = model.config
-    rows = max(1, BATCH_TOKENS // n_tokens) * n_tokens  # tokens in flight
+    rows = min(sequences, max(1, BATCH_TOKENS // n_tokens)) * n_tokens  # tokens in flight
     width = c.n_heads * c.d_head
     floats = rows * (6 * c.d_model + 2 * c.d_ff + 5 * width)
     floats += rows * model.vocab.digits * (2 * model.vocab.rows + c.d_model) // 2
     size = model.embedding.element_size()
     strips = 8 * BLOCK_BYTES + 6 * 4 * c.n_heads * n_tokens
-    return (floats * size + strips) / MIB
+    drawn = 8 * 8 * sequences * n_tokens  # int64 symbols, and what drawing them takes
+    return (floats * size + strips + drawn) / MIB
 
 
 @torch.no_grad()
@@ -239,6 +245,7 @@ class _Probe:
 
     def __init__(self, model: Transformer) -> None:
         self.attention = model.layers[-1].attention
+        self.scheme = model.scheme(len(model.layers) - 1)
         self.caught: tuple[Any, ...] = ()
 
     def __enter__(self) -> "_Probe":
@@ -255,13 +262,13 @@ class _Probe:
     def entropy(self) -> float:
         """Mean entropy in nats over queries at ENTROPY_BLOCKS places spread over one sequence."""
         x, pos = self.caught[0][:1], self.caught[1]
-        q, k, v, state = self.attention.project(x, pos)
+        q, k, v, state = self.attention.project(x, pos, self.scheme)
         n = x.shape[1]
         means = []
         for stop in torch.linspace(min(n, ENTROPY_ROWS), n, ENTROPY_BLOCKS).long().tolist():
             first = max(0, stop - ENTROPY_ROWS)
             _, p = block(
-                self.attention.scheme,
+                self.scheme,
                 q[:, :, first:stop],
                 k[:, :, :stop],
                 v[:, :, :stop],

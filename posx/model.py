@@ -22,9 +22,9 @@ ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x).squa
 
 
 class Attention(nn.Module):
-    """Multi-head causal attention; the scheme acts on it through its hooks."""
+    """Multi-head causal attention; the scheme of its layer acts on it through its hooks."""
 
-    def __init__(self, config: ModelConfig, scheme: Scheme) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.n_heads, self.d_head = config.n_heads, config.d_head
         width = config.n_heads * config.d_head
@@ -32,24 +32,27 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.d_model, width, bias=False)
         self.val = nn.Linear(config.d_model, width, bias=False)
         self.out = nn.Linear(width, config.d_model, bias=False)
-        self.scheme = scheme
 
-    def project(self, x: Tensor, pos: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def project(
+        self, x: Tensor, pos: Tensor, scheme: Scheme
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """x: (B, T, E) -> q, k, v (B, H, T, D) after the scheme's `prepare`, and its state."""
         shape = (*x.shape[:2], self.n_heads, self.d_head)
         q, k, v = (
             linear(x).view(shape).transpose(1, 2) for linear in (self.query, self.key, self.val)
         )
-        return self.scheme.prepare(x, q, k, v, pos)
+        return scheme.prepare(x, q, k, v, pos)
 
-    def forward(self, x: Tensor, pos: Tensor, last: int, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, pos: Tensor, scheme: Scheme, last: int, cache: Cache | None = None
+    ) -> Tensor:
         """The output of the last `last` tokens. x: (B, T, E), pos: (T,) -> (B, last, E)."""
-        q, k, v, state = self.project(x, pos)
+        q, k, v, state = self.project(x, pos, scheme)
         key_pos = pos
         if cache is not None:
             k, v, state, key_pos = cache.append(k, v, state, pos)
         out = attend(
-            self.scheme, q[:, :, -last:], k, v, pos[..., -last:], key_pos, state
+            scheme, q[:, :, -last:], k, v, pos[..., -last:], key_pos, state
         )  # (B, H, last, D)
         return self.out(out.transpose(1, 2).flatten(2))  # (B, last, E)
 
@@ -57,18 +60,20 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention and MLP, each behind a norm and beside the residual stream."""
 
-    def __init__(self, config: ModelConfig, scheme: Scheme) -> None:
+    def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.attention_norm = make_norm(config)
-        self.attention = Attention(config, scheme)
+        self.attention = Attention(config)
         self.mlp_norm = make_norm(config)
         self.up = nn.Linear(config.d_model, config.d_ff)
         self.down = nn.Linear(config.d_ff, config.d_model)
         self.activation = ACTIVATIONS[config.activation]
 
-    def forward(self, x: Tensor, pos: Tensor, last: int, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, pos: Tensor, scheme: Scheme, last: int, cache: Cache | None = None
+    ) -> Tensor:
         """x: (B, T, E) -> (B, last, E): all tokens are attended to, the last ones are computed."""
-        x = x[:, -last:] + self.attention(self.attention_norm(x), pos, last, cache)
+        x = x[:, -last:] + self.attention(self.attention_norm(x), pos, scheme, last, cache)
         return x + self.down(self.activation(self.up(self.mlp_norm(x))))
 
 
@@ -87,13 +92,12 @@ class Transformer(nn.Module):
         self.config, self.vocab = config, vocab
         site = Site(config.d_model, config.n_heads, config.d_head, train_len, config.n_layers)
         first = make_scheme(site)
-        schemes = [first] + [
-            first if first.shared else make_scheme(site.at(layer))
-            for layer in range(1, config.n_layers)
-        ]
+        others = () if first.shared else range(1, config.n_layers)
+        # One scheme a layer, or a single one for all; the first gives positions and embeds them.
+        self.schemes = nn.ModuleList([first, *(make_scheme(site.at(layer)) for layer in others)])
         # One embedding row a digit value: (digits, rows, E).
         self.embedding = nn.Parameter(torch.empty(vocab.digits, vocab.rows, config.d_model))
-        self.blocks = nn.ModuleList(Block(config, scheme) for scheme in schemes)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
         self.final_norm = make_norm(config)
         width = vocab.digits * (vocab.rows if config.head == "untied" else config.d_model)
         self.head = None if config.head == "tied" else nn.Linear(config.d_model, width, bias=False)
@@ -121,19 +125,13 @@ class Transformer(nn.Module):
         """The blocks, bottom first."""
         return cast(list[Block], list(self.blocks))
 
-    @property
-    def schemes(self) -> list[Scheme]:
-        """The scheme object of each layer; the first gives positions and embeds them."""
-        return [block.attention.scheme for block in self.layers]
+    def scheme(self, layer: int) -> Scheme:
+        """The scheme of a layer."""
+        return cast(Scheme, self.schemes[layer if len(self.schemes) > 1 else 0])
 
     def replace_schemes(self, change: Callable[[Scheme], Scheme]) -> None:
         """Put `change(scheme)` in the place of every scheme; a shared one stays one object."""
-        new: dict[int, Scheme] = {}
-        for block in self.layers:
-            old = block.attention.scheme
-            if id(old) not in new:
-                new[id(old)] = change(old)
-            block.attention.scheme = new[id(old)]
+        self.schemes = nn.ModuleList(change(cast(Scheme, scheme)) for scheme in self.schemes)
 
     def flops(self, length: int) -> int:
         """Floating-point operations of training on one token: three times the forward pass,
@@ -161,7 +159,7 @@ class Transformer(nn.Module):
         With `caches` (one a layer), the tokens follow those already cached. `generator` is given in
         training only, for schemes that draw positions.
         """
-        scheme = self.schemes[0]
+        scheme = self.scheme(0)
         offset = len(caches[0]) if caches else 0
         pos = scheme.positions(digits.shape[1], offset, generator).to(digits.device)  # (T,)
         x = scheme.embed(self._embed(digits), pos)  # (B, T, E)
@@ -169,7 +167,8 @@ class Transformer(nn.Module):
         for layer, block in enumerate(self.layers):
             top = layer == len(self.layers) - 1  # above it, only the wanted tokens are needed
             wanted = last if top and last is not None else n_tokens
-            x = block(x, pos, wanted, caches[layer] if caches else None)
+            cache = caches[layer] if caches else None
+            x = block(x, pos, self.scheme(layer), wanted, cache)
         return self._logits(self.final_norm(x))
 
     def answer(

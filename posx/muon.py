@@ -2,9 +2,8 @@
 
 Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), Liu et al. 2025 (arXiv:2502.16982).
 torch.optim.Muon is the same law; it works in bfloat16, which a CPU without instructions for it does
-about 80 times slower, and on one matrix at a time. This one stays in the precision of the weights and
-takes all matrices of a shape at once: a third of the time for the matrices of a tiny model.
-"""
+about 80 times slower, and on one matrix at a time. This one stays in the precision of the weights
+and takes all matrices of a shape at once: a third of the time for the matrices of a tiny model."""
 
 from collections import defaultdict
 from collections.abc import Iterable
@@ -51,12 +50,14 @@ class Muon(torch.optim.Optimizer):
             directions.append(gradient.lerp(average, group["momentum"]))
         rows, columns = parameters[0].shape
         size = group["lr"] * max(1, rows / columns) ** 0.5
-        for parameter, step in zip(parameters, orthogonalise(torch.stack(directions)), strict=True):
+        steps = orthogonalise(torch.stack(directions))  # (N, R, C)
+        for parameter, step in zip(parameters, steps, strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(step, alpha=size)
 
 
 def orthogonalise(x: Tensor) -> Tensor:
-    """Move the singular values of each matrix towards 1, by a Newton-Schulz iteration. (N, R, C)."""
+    """Move the singular values of each matrix towards 1, by a Newton-Schulz iteration. (N, R,
+    C)."""
     a, b, c = COEFFICIENTS
     wide = x.mT if x.shape[1] > x.shape[2] else x
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)

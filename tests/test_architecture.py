@@ -32,7 +32,8 @@ FLOORS = [
     ["generate", "build", "optim", "render", "export"],
     ["train", "conformance", "cards", "report"],
     ["measure"],
-    ["evaluate", "hydra_app"],
+    ["evaluate", "hydra_app", "choose"],
+    ["job"],
     ["commands"],
     ["cli", "__main__"],
 ]

@@ -15,7 +15,7 @@ from conftest import QUICK, Posx, run_posx
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from posx import commands, runs, train
+from posx import job, runs, train
 
 
 def sentence(done: Result) -> str:
@@ -132,7 +132,7 @@ def test_failures_in_the_processes_of_a_launcher_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = SimpleNamespace(getpid=iter(range(100)).__next__)  # each job in another process
-    monkeypatch.setattr(commands, "os", elsewhere)
+    monkeypatch.setattr(job, "os", elsewhere)
     words = ["train", "-m", "scheme=rope,nope", *QUICK, "model.d_head=7"]
     words.remove("model.d_head=8")
     done = run_posx(tmp_path, *words, code=2)

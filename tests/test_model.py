@@ -139,12 +139,13 @@ def test_nope_sees_order_through_the_mask_alone() -> None:
 
 def test_shared_scheme_is_one_object_and_stays_one() -> None:
     model = subject("t5").model()
-    assert model.schemes[0] is model.schemes[1]
+    assert model.scheme(0) is model.scheme(1)
+    assert [name for name in model.state_dict() if "scheme" in name] == ["schemes.0.weight"]
     model.replace_schemes(lambda scheme: Nope(scheme.site))
-    assert model.schemes[0] is model.schemes[1]
+    assert model.scheme(0) is model.scheme(1)
     own = subject("shaw").model()
-    assert own.schemes[0] is not own.schemes[1]
-    assert [scheme.site.layer for scheme in own.schemes] == [0, 1]
+    assert own.scheme(0) is not own.scheme(1)
+    assert [own.scheme(layer).site.layer for layer in (0, 1)] == [0, 1]
 
 
 class Sinks(Scheme):

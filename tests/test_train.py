@@ -206,7 +206,7 @@ def test_longer_training_of_a_run(posx: Posx, tmp_path: Path) -> None:
             for run in (tmp_path / "results" / "runs").glob("*/*/*")}  # fmt: skip
     assert len(runs) == 3
     for (train_len, _), run in runs.items():
-        assert load_file(run / "model.safetensors")["blocks.0.attention.scheme.table"].shape == (
+        assert load_file(run / "model.safetensors")["schemes.0.table"].shape == (
             train_len,
             16,
         )

@@ -1,0 +1,32 @@
+"""Every scheme and task of the catalogue from training to the report, as a user runs it."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from conftest import QUICK, Posx
+from posx import catalog
+
+SCHEMES = catalog.files("scheme")
+TASKS = catalog.files("task")
+
+
+def test_every_scheme_trains_evaluates_and_is_reported(posx: Posx, tmp_path: Path) -> None:
+    posx("train", "-m", f"scheme={','.join(SCHEMES)}", f"task={','.join(TASKS)}", *QUICK)
+    posx("eval", "--lengths", "1x,2x", "--sequences", "3")
+    tables = [pd.read_csv(path) for path in (tmp_path / "results" / "runs").rglob("eval.csv")]
+    rows = pd.concat(tables)
+    assert len(tables) == len(SCHEMES) * len(TASKS)
+    assert sorted(rows["length"].unique()) == [16, 32]
+    beyond = rows[~rows["computes"]]
+    assert set(beyond["scheme"]) == {"learned"}
+    assert set(beyond["status"]) == {"out_of_range"}
+    assert set(rows[rows["computes"]]["verdict"]) == {"untrained"}  # 12 steps teach nothing
+    text = posx("report").stdout
+    for name in (*SCHEMES, *TASKS):
+        assert name in text
+
+    again = posx("eval", "--lengths", "1x,2x", "--sequences", "3")
+    assert "evaluated" in again.stderr
+    after = [pd.read_csv(path) for path in (tmp_path / "results" / "runs").rglob("eval.csv")]
+    pd.testing.assert_frame_equal(pd.concat(after), rows)  # seconds too: nothing was computed
