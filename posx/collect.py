@@ -17,7 +17,17 @@ from posx.runs import EVAL_COLUMNS, Run
 
 # Columns of eval.csv that say which evaluation a row is, or are text: no metric.
 _NOT_METRICS = {
-    *("scheme", "extension", "task", "seed", "train_len", "length", "items", "sequences"),
+    *(
+        "scheme",
+        "extension",
+        "task",
+        "seed",
+        "train_len",
+        "length",
+        "items",
+        "sequences",
+        "eval_seed",
+    ),
     *("computes", "status", "reason", "chance", "verdict", "path"),
 }
 METRICS = [name for name in EVAL_COLUMNS if name not in _NOT_METRICS]

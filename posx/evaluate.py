@@ -128,6 +128,8 @@ def _has(table: pd.DataFrame, extension: Extension | None, length: int, budget: 
     if rows.empty or rows.iloc[0]["status"] in ("over_memory", "error"):
         return False
     row = rows.iloc[0]
+    if row["eval_seed"] != budget.seed:
+        return False
     if row["status"] != "ok":
         return True
     if budget.sequences is not None and row["sequences"] != budget.sequences:

@@ -80,6 +80,7 @@ def measure(
         "length": length,
         "items": task.items(length),
         "sequences": n_sequences(task, length, budget),
+        "eval_seed": budget.seed,
         "chance": task.chance(length),
     }
     changed = model

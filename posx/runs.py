@@ -60,6 +60,7 @@ EVAL_COLUMNS = {
     "length": "evaluated sequence length, tokens (special tokens included)",
     "items": "payload symbols at that length",
     "sequences": "sequences evaluated",
+    "eval_seed": "seed of those sequences",
     "computes": "whether the forward pass finished within the budget with finite logits",
     "status": "ok, out_of_range, over_memory, over_time, non_finite or error",
     "reason": "why it did not compute",

@@ -30,3 +30,19 @@ def test_every_scheme_trains_evaluates_and_is_reported(posx: Posx, tmp_path: Pat
     assert "evaluated" in again.stderr
     after = [pd.read_csv(path) for path in (tmp_path / "results" / "runs").rglob("eval.csv")]
     pd.testing.assert_frame_equal(pd.concat(after), rows)  # seconds too: nothing was computed
+
+
+def test_other_evaluation_sequences_are_another_cell(posx: Posx, tmp_path: Path) -> None:
+    posx("train", "scheme=nope", *QUICK)
+    words = ("eval", "--lengths", "24", "--sequences", "3")
+    path = next((tmp_path / "results" / "runs").glob("*/*/*")) / "eval.csv"
+    posx(*words)
+    first = pd.read_csv(path)
+    posx(*words, "--eval-seed", "1")
+    second = pd.read_csv(path)
+    assert list(first["eval_seed"]) == [0, 0]
+    assert list(second["eval_seed"]) == [1, 1]
+    assert list(first["loss"]) != list(second["loss"])
+    posx(*words, "--again")
+    third = pd.read_csv(path)
+    assert list(third["loss"]) == list(first["loss"])
