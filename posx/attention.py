@@ -1,12 +1,16 @@
 """Where a scheme meets attention: causal attention under any scheme, by the fastest exact path.
 
 The path follows from the hooks that the scheme overrides:
-    sdpa    nothing touches the scores: the fused causal kernel strips  a function of i - j: fused
-    kernel on blocks of queries, the bias a zero-copy strided view masked  the same in training on
-    short inputs: fused kernel with one additive mask folded  the same in training on long inputs:
-    the bias as extra query and key dimensions banded  blocks of queries that see only their window
-    (and sinks): O(n w) dense   one block, for short inputs blocks  blocks of queries, each with all
-    its keys: O(n x block) memory
+
+    sdpa    nothing touches the scores: the fused causal kernel
+    strips  a function of i - j, in evaluation: fused kernel on blocks of queries, the bias a
+            zero-copy strided view; or no bias, for the last of all queries
+    masked  the same in training on short inputs: fused kernel with one additive mask
+    folded  the bias as extra query and key dimensions, in training
+    banded  blocks of queries that see only their window (and sinks): O(n w)
+    dense   one block, for short inputs
+    blocks  blocks of queries, each with all its keys: O(n x block) memory
+
 Only `masked` and `dense` build an n x n tensor, up to DENSE keys.
 """
 
@@ -51,8 +55,7 @@ class Cache:
 
 
 def choose_path(scheme: Scheme, n_queries: int, n_keys: int, training: bool) -> str:
-    """The path that `attend` takes; see the module's docstring. Depends on overridden hooks
-    only."""
+    """The path that `attend` takes, by the module's list. Depends on overridden hooks only."""
     by_distance = scheme.overrides("distance_bias")
     fused = not any(scheme.overrides(hook) for hook in ("mask", "value", "normalize"))
     content = scheme.overrides("scores")
@@ -75,8 +78,8 @@ def attend(
 ) -> Tensor:
     """Causal attention of the last T of S tokens.
 
-    q: (B, H, T, D); k, v: (B, H, S, D); i: (T,) and j: (S,) their positions; state: (B, S, ...) or
-    None -> (B, H, T, D).
+    q: (B, H, T, D); k, v: (B, H, S, D); i: (T,) and j: (S,) their positions;
+    state: (B, S, ...) or None -> (B, H, T, D).
     """
     n_queries, n_keys = q.shape[2], k.shape[2]
     training = torch.is_grad_enabled()
@@ -106,28 +109,33 @@ def block(
     i: Tensor,
     j: Tensor,
     state: Tensor | None,
-    sinks: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """One block of queries by the definition: scores, hooks, mask, softmax, values.
 
     The T queries are the last T of the S keys. Returns the output (B, H, T, D) and the weights
     (B, H, T, S).
     """
-    n_queries, n_keys = q.shape[2], k.shape[2]
+    z = scores(scheme, q, k, i, j, state)  # (B, H, T, S)
+    visible = _causal(q.shape[2], k.shape[2], q.device)  # (T, S)
+    allowed = scheme.mask(i, j)
+    if allowed is not None:
+        visible = visible & allowed  # (T, S), (H, T, S) or (B, H, T, S)
+    p = scheme.normalize(z.masked_fill(~visible, -torch.inf)).to(v.dtype)  # (B, H, T, S)
+    out = p @ v  # (B, H, T, D)
+    extra = scheme.value(p, i, j)
+    return (out if extra is None else out + extra), p
+
+
+def scores(
+    scheme: Scheme, q: Tensor, k: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+) -> Tensor:
+    """q k^T / sqrt(D) with all that the scheme adds, before the mask. (B, H, T, S)"""
     z = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, T, S)
     if scheme.overrides("distance_bias"):
         distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)  # (T, S) or (B, T, S)
         bias = scheme.distance_bias(distance)  # (H, T, S) or (H, B, T, S)
         z = z + (bias if bias.ndim == 3 else bias.transpose(0, 1))
-    z = scheme.scores(z, q, k, i, j, state)
-    visible = _causal(n_queries, n_keys, q.device)  # (T, S)
-    allowed = scheme.mask(i, j)
-    if allowed is not None:
-        visible = visible & allowed  # (T, S) or (H, T, S)
-    p = scheme.normalize(z.masked_fill(~visible, -torch.inf)).to(v.dtype)  # (B, H, T, S)
-    out = p @ v  # (B, H, T, D)
-    extra = scheme.value(p, i, j)
-    return (out if extra is None else out + extra), p
+    return scheme.scores(z, q, k, i, j, state)
 
 
 def _causal(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
@@ -177,7 +185,8 @@ def _strips(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A bias b(i - j) without an n x n tensor and without a copy.
 
     u holds b(S-1), ..., b(0) and then -inf. With the queries in reverse order, the bias of a block
-    is a view of u in which rows and columns both advance by one element."""
+    is a view of u in which rows and columns both advance by one element.
+    """
     n_queries, n_keys = q.shape[2], k.shape[2]
     if scheme.overrides("distance_bias"):
         bias = scheme.distance_bias(torch.arange(n_keys - 1, -1, -1, device=q.device))  # (H, S)
@@ -203,10 +212,13 @@ def _strips(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _folded(
     scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, j: Tensor, state: Tensor | None
 ) -> Tensor:
-    """The bias as extra dimensions of queries and keys. v is padded to the same width: the fused
-    kernel takes equal widths only, and the fall-back builds n x n."""
+    """The bias as extra dimensions of queries and keys.
+
+    v is padded to the same width: the fused kernel takes equal widths only, and the fall-back
+    builds n x n. So are the missing first queries: is_causal wants a square.
+    """
     d_head, n_queries = q.shape[-1], q.shape[2]
-    q = F.pad(q, (0, 0, k.shape[2] - n_queries, 0))  # (B, H, S, D): is_causal wants a square
+    q = F.pad(q, (0, 0, k.shape[2] - n_queries, 0))  # (B, H, S, D)
     extra_q, extra_k = scheme.fold(j, state)  # (1 or B, H, S, F)
     n_extra = extra_q.shape[-1]
     shape = (*k.shape[:3], n_extra)

@@ -4,7 +4,7 @@ import inspect
 import logging
 import typing
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,27 @@ def make_extension(node: dict[str, Any]) -> Extension:
     return Extension(node["name"], locate(node), parameters)
 
 
+def typed(config: Config) -> Config:
+    """The config with whole numbers written as floats where a constructor takes floats, so that
+    `scheme.base=10000` and `scheme.base=10000.0` are one run."""
+    return replace(
+        config,
+        scheme=_floats(config.scheme),
+        task=_floats(config.task),
+        extension=None if config.extension is None else _floats(config.extension),
+    )
+
+
+def _floats(node: dict[str, Any]) -> dict[str, Any]:
+    hints = _hints(locate(node))
+    return {
+        key: float(value)
+        if isinstance(value, int) and not isinstance(value, bool) and _kinds(hints, key) == {float}
+        else value
+        for key, value in node.items()
+    }
+
+
 def make_task(config: Config) -> Task:
     """The task of a run."""
     task = _instantiate(config.task)
@@ -92,14 +113,49 @@ def make_scheme(node: dict[str, Any], site: Site) -> Scheme:
     return scheme
 
 
-def make_model(config: Config, task: Task) -> Transformer:
-    """The model of a run, freshly initialised from torch's global generator."""
-    site_len = config.init_len if config.extension and config.init_len else config.train_len
+def make_model(config: Config, task: Task, parent: Run | None = None) -> Transformer:
+    """The model of a run: fresh from torch's global generator, or with the weights of its parent.
+
+    Raises:
+        UserError: the scheme's table is shorter than the training sequences, or the parent's
+        weights
+            do not fit.
+    """
+    train_len = config.init_len if config.extension and config.init_len else config.train_len
     scheme = partial(make_scheme, config.scheme)
-    model = Transformer(config.model, task.vocab, scheme, site_len)
+    model = Transformer(config.model, task.vocab, scheme, train_len, inputs(task, train_len))
+    if parent is not None:
+        load_parent(model, parent)
     if config.extension:
         extend(model, make_extension(config.extension), config.train_len)
+    limit, need = model.scheme(0).max_len, inputs(task, config.train_len)
+    if limit is not None and limit < need:
+        raise UserError(
+            f"{config.scheme_name}: max_len {limit} is shorter than the {need} positions of "
+            f"train_len={config.train_len}; use scheme.max_len={need} or a smaller train_len"
+        )
     return model
+
+
+def inputs(task: Task, length: int) -> int:
+    """Positions that a sequence of at most `length` tokens fills: its last token is no input."""
+    return task.length(task.items(length)) - 1
+
+
+def load_parent(model: Transformer, parent: Run) -> None:
+    """Start from the weights of another run. A table that is longer here keeps its new rows."""
+    own = model.state_dict()
+    for name, tensor in parent.load_weights().items():
+        if name not in own or own[name].shape[1:] != tensor.shape[1:]:
+            raise UserError(
+                f"init={parent.folder}: its weight {name} {tuple(tensor.shape)} does not fit this "
+                "model; use the same scheme and model"
+            )
+        if tensor.ndim:
+            rows = min(len(tensor), len(own[name]))
+            own[name][:rows] = tensor[:rows]
+        else:
+            own[name].copy_(tensor)
 
 
 def extend(model: Transformer, extension: Extension, length: int) -> None:
@@ -141,16 +197,23 @@ def load_yaml(path: Path) -> dict[str, Any]:
 def check_trust(config: Config, trusted: tuple[str, ...]) -> None:
     """Refuse a saved config that names code outside posx and the packages that the user trusts.
 
-    A run folder may come from a stranger, and a `_target_` runs whatever it names.
-    """
-    allowed = ("posx", *trusted)
+    A run folder may come from a stranger, and a `_target_` calls whatever it names. Names are
+    walked attribute by attribute, so `posx.runs.os.remove` would pass as part of posx: what counts
+    is also where the thing itself was defined."""
+    allowed = ("posx.schemes.", "posx.tasks.", *(f"{package}." for package in trusted))
     for node in (config.scheme, config.task, config.extension):
         for target in _targets(node):
-            if target.split(".")[0] not in allowed:
+            named = target.startswith(allowed)
+            if not named or not _home(target).startswith(allowed):
                 raise UserError(
-                    f"the run's config names {target}, which is not part of posx: if you trust "
-                    f"that code, add --trust {target.split('.')[0]}"
+                    f"the run's config names {target}, which is no scheme or task of posx: if you "
+                    f"trust that code, add --trust {target.split('.')[0]}"
                 )
+
+
+def _home(target: str) -> str:
+    """The module in which what `target` names was defined, with a dot at its end."""
+    return f"{getattr(locate({'name': target, '_target_': target}), '__module__', '')}."
 
 
 def _targets(node: Any) -> Iterator[str]:
@@ -198,6 +261,16 @@ def _instantiate(node: dict[str, Any], *arguments: Any) -> Any:
         raise UserError(f"{node['name']}: {' '.join(what.split())}") from error
 
 
+def _hints(target: Any) -> dict[str, Any]:
+    """The types of a constructor's or function's parameters."""
+    return typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+
+
+def _kinds(hints: dict[str, Any], key: str) -> set[Any]:
+    """The types that a key may have, null left out."""
+    return {*(typing.get_args(hints.get(key)) or (hints.get(key),))} - {type(None)}
+
+
 def _check_call(name: str, target: Any, call: dict[str, Any], given: int) -> None:
     """Refuse keys that a constructor does not take, and plain values of the wrong type.
 
@@ -210,7 +283,7 @@ def _check_call(name: str, target: Any, call: dict[str, Any], given: int) -> Non
         return
     if any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values()):
         return
-    hints = typing.get_type_hints(target.__init__ if inspect.isclass(target) else target)
+    hints = _hints(target)
     known = list(signature.parameters)[given:]
     for key, value in call.items():
         if key.startswith("_"):

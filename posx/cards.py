@@ -8,11 +8,8 @@ from posx import build, catalog
 from posx.config import ModelConfig
 from posx.display import out, print_fitting, print_pairs, print_text
 from posx.runs import EVAL_COLUMNS, TRAIN_COLUMNS, Run
-from posx.schemes.base import Scheme, Site
+from posx.schemes.base import HOOKS, Scheme, Site
 
-HOOKS = (
-    "positions", "embed", "prepare", "scores", "mask", "value", "normalize", "fold", "distance_bias"
-)  # fmt: skip
 EXAMPLE_LEN = 64  # training length at which parameters and limits are stated
 
 # Columns that a narrow terminal shows of a run's tables; all of them are in the files.
@@ -70,7 +67,7 @@ def show_name(group: str, path: Path) -> None:
 
 
 def _traits(scheme: type[Scheme]) -> dict[str, str]:
-    hooks = [hook for hook in HOOKS if getattr(scheme, hook) is not getattr(Scheme, hook)]
+    hooks = [hook for hook in HOOKS if scheme.overrides(hook)]
     return {
         "hooks": ", ".join(hooks) or "none",
         "relative": "yes" if scheme.relative else "no",

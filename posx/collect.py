@@ -17,18 +17,8 @@ from posx.runs import EVAL_COLUMNS, Run
 
 # Columns of eval.csv that say which evaluation a row is, or are text: no metric.
 _NOT_METRICS = {
-    *(
-        "scheme",
-        "extension",
-        "task",
-        "seed",
-        "train_len",
-        "length",
-        "items",
-        "sequences",
-        "eval_seed",
-    ),
-    *("computes", "status", "reason", "chance", "verdict", "path"),
+    *("scheme", "extension", "extension_keys", "task", "seed", "train_len", "length", "items"),
+    *("sequences", "eval_seed", "computes", "status", "reason", "chance", "verdict", "path"),
 }
 METRICS = [name for name in EVAL_COLUMNS if name not in _NOT_METRICS]
 SHARES = {  # the metrics from 0 to 1
@@ -67,6 +57,8 @@ def collect(
     records = _readable(runs, Run.record, left_out)
     tables = _readable(select(records, tasks, schemes), _evaluations, left_out)
     known = pd.DataFrame([_inventory(run, records[run], results_dir) for run in tables])
+    # A command that spells out a default makes the same configuration: the shortest label will do.
+    known["label"] = known.groupby("group")["label"].transform(lambda labels: min(labels, key=len))
     known["label"] = _distinct_labels(known)
     rows = []
     for run, table in zip(known.to_dict("records"), tables.values(), strict=True):

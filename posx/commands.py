@@ -59,10 +59,10 @@ def evaluate(
         raise UserError(refused[0])
     for text in dict.fromkeys(refused):
         say(f"skipped: {text}")
-    broken = []
+    broken, done = [], 0
     for each in plans:
         try:
-            fill(each, Budget(**budget), again)
+            done += fill(each, Budget(**budget), again)
         except UserError as error:
             broken.append(str(error))
     if broken and len(plans) == 1:
@@ -71,8 +71,7 @@ def evaluate(
         say(f"posx: {text}")
     if broken:
         raise RunFailed(f"{len(broken)} of {len(plans)} runs could not be evaluated")
-    evaluated = f"{len(plans)} run{'s' if len(plans) > 1 else ''} evaluated"
-    say(f"{evaluated}; compare with `posx report`")
+    say(f"{done} of {len(plans)} runs are evaluated as asked; compare them with `posx report`")
 
 
 def report(words: list[str], results: Path, **options: Any) -> None:

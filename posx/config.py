@@ -165,9 +165,10 @@ class Config:
         """Hash of all that decides the result: same config, same folder."""
         return _digest(self, leave_out=())
 
-    def group(self) -> str:
-        """Hash of the configuration without its seeds: runs that may be averaged share it."""
-        return _digest(self, leave_out=("seed", "data_seed"))
+    def group(self, parent: str | None = None) -> str:
+        """Hash of the configuration without its seeds: runs that may be averaged share it. `parent`
+        is the group of the run that training started from."""
+        return _digest(replace(self, init=parent or self.init), leave_out=("seed", "data_seed"))
 
     def dumps(self) -> str:
         """The config as YAML text."""

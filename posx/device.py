@@ -28,8 +28,15 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
+def device_name(device: torch.device) -> str:
+    """The device as it is recorded: with the name of the GPU, if it is one."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    return str(device)
+
+
 def pick_dtype(name: str, device: str) -> torch.dtype:
-    """The number type of weights and activations.
+    """The number type of matrix products.
 
     Raises:
         UserError: bfloat16 on a CPU without instructions for it, where it is about 80 times slower.
@@ -40,6 +47,17 @@ def pick_dtype(name: str, device: str) -> torch.dtype:
             "slower; use dtype=float32"
         )
     return DTYPES[name]
+
+
+def weight_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The number type of weights: never half precision, in which a running mean stands still and
+    small updates are lost."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
+
+
+def precision(dtype: torch.dtype, device: torch.device) -> torch.autocast:
+    """A context for forward passes in which matrix products have the number type `dtype`."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
 
 
 def cpu_has_bfloat16() -> bool:

@@ -12,11 +12,13 @@ import torch
 from posx import build, stats
 from posx.build import Extension
 from posx.config import Config, loads
-from posx.device import pick_device, pick_dtype
+from posx.device import DTYPES, pick_device, weight_dtype
+from posx.errors import UserError
 from posx.lengths import DEFAULT, Lengths
-from posx.measure import Budget, measure
+from posx.measure import Budget, measure, n_sequences
 from posx.progress import Bar, say
 from posx.runs import EVAL_COLUMNS, NO_EXTENSION, Run
+from posx.tasks.base import Task
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ def plan(
         wanted = lengths.of(config.train_len)
         for length in wanted:
             task.check_length(length)
+    if config.extension is not None and extensions:
+        raise UserError(
+            f"{run.folder} was trained under extension={config.extension['name']}: another one on "
+            "top of it is not defined; evaluate it without --extend"
+        )
     for extension in extensions:
         extension.check(build.locate(config.scheme))
     wanted = sorted({config.train_len, *wanted})
@@ -59,8 +66,9 @@ def plan(
     return Plan(run, config, cells)
 
 
-def fill(plan: Plan, budget: Budget, again: bool) -> None:
-    """Compute the missing cells of a run, or all of them `again`.
+def fill(plan: Plan, budget: Budget, again: bool) -> bool:
+    """Compute the missing cells of a run, or all of them `again`; False where another process is
+    working on it.
 
     Raises:
         UserError: the weights are missing or do not fit.
@@ -69,17 +77,17 @@ def fill(plan: Plan, budget: Budget, again: bool) -> None:
     with run.lock() as mine:
         if not mine:
             say(f"{run.folder}: another process is working on this run; left alone")
-            return
+            return False
         table = run.table("eval")
-        missing = [cell for cell in plan.cells if again or not _has(table, *cell, budget)]
+        task = build.make_task(config)
+        missing = [cell for cell in plan.cells if again or not _has(table, *cell, task, budget)]
         if not missing:
-            return
+            return True
         record = run.record()
         torch.set_num_threads(config.threads)
-        task = build.make_task(config)
         model = build.make_model(config, task)
         build.load_weights(model, run)
-        model.to(pick_device(config.device), pick_dtype(config.dtype, config.device))
+        model.to(_device(config), weight_dtype(DTYPES[config.dtype]))
         title = f"{config.task_name}/{record['label']} seed {config.seed}"
         with Bar(title, len(missing)) as bar:
             for done, (extension, length) in enumerate(missing):
@@ -89,6 +97,7 @@ def fill(plan: Plan, budget: Budget, again: bool) -> None:
                 row = {
                     "scheme": config.scheme_name,
                     "extension": name,
+                    "extension_keys": _keys(extension),
                     "task": config.task_name,
                     "seed": config.seed,
                     "train_len": config.train_len,
@@ -105,6 +114,15 @@ def fill(plan: Plan, budget: Budget, again: bool) -> None:
             f"{title}: {row['overlap']:.0f} of {row['sequences']} sequences of {row['length']} "
             "tokens were drawn in training too"
         )
+    return True
+
+
+def _device(config: Config) -> torch.device:
+    """The device of the run, or any where that one is not there."""
+    try:
+        return pick_device(config.device)
+    except UserError:
+        return pick_device("auto")
 
 
 def _line(rows: pd.DataFrame) -> str:
@@ -121,18 +139,29 @@ def _name(extension: Extension | None) -> str:
     return NO_EXTENSION if extension is None else extension.name
 
 
-def _has(table: pd.DataFrame, extension: Extension | None, length: int, budget: Budget) -> bool:
-    """Whether a cell is there as asked for. One that failed for want of memory or by an error is
-    tried again."""
+def _keys(extension: Extension | None) -> str:
+    """The extension's parameters as text."""
+    parameters = {} if extension is None else extension.parameters
+    return " ".join(f"{key}={value}" for key, value in parameters.items())
+
+
+def _has(
+    table: pd.DataFrame, extension: Extension | None, length: int, task: Task, budget: Budget
+) -> bool:
+    """Whether a cell is there as asked for. One that failed by an error, or for want of memory or
+    of less time than there is now, is tried again."""
     rows = table[(table["extension"] == _name(extension)) & (table["length"] == length)]
-    if rows.empty or rows.iloc[0]["status"] in ("over_memory", "error"):
+    if rows.empty:
         return False
     row = rows.iloc[0]
-    if row["eval_seed"] != budget.seed:
+    keys = "" if pd.isna(row["extension_keys"]) else row["extension_keys"]
+    if row["eval_seed"] != budget.seed or keys != _keys(extension):
         return False
+    if row["status"] == "over_time":
+        return row["seconds"] >= budget.max_seconds
     if row["status"] != "ok":
-        return True
-    if budget.sequences is not None and row["sequences"] != budget.sequences:
+        return row["status"] not in ("over_memory", "error")
+    if row["sequences"] != n_sequences(task, length, budget):
         return False
     return not (budget.generate and pd.isna(row["generated_acc"]))
 

@@ -80,7 +80,8 @@ def grids(data: Collected, metric: str = "token_acc") -> list[Grid]:
 
 
 def loose_ends(data: Collected) -> list[str]:
-    """One sentence for each run that did not finish, has no evaluation or cannot be read."""
+    """One sentence for each run that did not finish, has no evaluation or cannot be read, and for
+    each length at which runs saw different sequences."""
     evaluated = set(data.rows["folder"])
     found = []
     for run in data.runs.to_dict("records"):
@@ -89,6 +90,12 @@ def loose_ends(data: Collected) -> list[str]:
         if state:
             reason = f": {run['run_reason']}" if run["run_reason"] else ""
             found.append(f"{', '.join(state)}: {run['folder']}{reason}")
+    for (task, length), rows in grouped(data.rows.to_dict("records"), ["task", "length"]).items():
+        if len({(row["eval_seed"], row["sequences"]) for row in rows}) > 1:
+            found.append(
+                f"{task} at {length} tokens: not all cells are of the same sequences; see "
+                "eval_seed and sequences in eval.csv, and `posx eval --again`"
+            )
     return found + [f"left out: {reason}" for reason in data.left_out]
 
 

@@ -9,7 +9,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from posx import hydra_app, runs
-from posx.config import Config, from_node
+from posx.build import typed
+from posx.config import Config, from_node, loads
 from posx.errors import RunFailed, UserError
 from posx.progress import say
 from posx.runs import Run
@@ -82,12 +83,16 @@ def _train_one(node: DictConfig) -> dict[str, Any] | None:
     from posx.train import train as train_run
 
     hydra = HydraConfig.get()
-    config = from_node(node, dict(hydra.runtime.choices))
+    config = typed(from_node(node, dict(hydra.runtime.choices)))
     label = _label(config.scheme_name, _overrides())
     results = Path(node.results_dir).absolute()
     parent = None
+    if config.init_len is not None:
+        raise UserError("init_len follows from init=RUN: leave it out")
     if config.init is not None:
         parent, config = _parent(config)
+        record = parent.record()
+        label += f" init={record['label']}@{record['train_len']}"
     run = Run(
         runs.folder_of(results, config.task_name, config.scheme_name, config.seed, config.digest())
     )
@@ -155,5 +160,16 @@ def _parent(config: Config) -> tuple[Run, Config]:
         raise UserError(
             f"init={config.init} is a run of scheme={record['scheme']} task={record['task']}: give "
             "the same here"
+        )
+    old = loads(parent.config_text(), str(parent.folder))
+    if old.model != config.model or old.task != config.task:
+        raise UserError(
+            f"init={config.init} has another model or task: give the same model=, model.* and "
+            "task.* keys as there"
+        )
+    if old.extension is not None:
+        raise UserError(
+            f"init={config.init} was itself trained under extension={old.extension['name']}: "
+            "continue the run that it started from"
         )
     return parent, config.with_parent(record["hash"], record["train_len"])

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from posx import metrics, stats
-from posx.attention import BLOCK_BYTES, block, choose_path
+from posx.attention import BLOCK_BYTES, DENSE, block, choose_path
 from posx.build import Extension, extend
 from posx.config import Config
+from posx.device import DTYPES, precision
 from posx.errors import UserError
 from posx.generate import greedy
 from posx.memory import MIB, Peak, available
@@ -95,7 +96,7 @@ def measure(
     refused = _refuse(changed, n_tokens, row["sequences"], budget)
     if refused is None:
         batch = draw(task, length, budget)
-        row |= _compute(changed, batch, task, config, budget)
+        row |= _compute(changed, batch, row["chance"], task, config, budget)
         if row["status"] == "ok" and length <= config.train_len:
             row["overlap"] = overlap(batch, task, config, steps)
     else:
@@ -105,7 +106,7 @@ def measure(
 
 def _refuse(
     model: Transformer, n_tokens: int, sequences: int, budget: Budget
-) -> dict[str, str] | None:
+) -> dict[str, Any] | None:
     """Status and reason where it is known before the start that the pass cannot be made."""
     max_len = model.scheme(0).max_len
     if max_len is not None and n_tokens > max_len:
@@ -115,7 +116,7 @@ def _refuse(
             "--extend, or train with a longer table",
         }
     need = predict_mib(model, n_tokens, sequences)
-    limit = budget.max_memory or available()
+    limit = budget.max_memory or available(model.embedding.device)
     if need > limit:
         return {
             "status": "over_memory",
@@ -134,13 +135,15 @@ def predict_mib(model: Transformer, n_tokens: int, sequences: int) -> float:
     floats += rows * model.vocab.digits * (2 * model.vocab.rows + c.d_model) // 2
     size = model.embedding.element_size()
     strips = 8 * BLOCK_BYTES + 6 * 4 * c.n_heads * n_tokens
+    if n_tokens <= DENSE:  # scores, weights and what is between them, should the path be dense
+        floats += 6 * rows * c.n_heads * n_tokens
     drawn = 8 * 8 * sequences * n_tokens  # int64 symbols, and what drawing them takes
     return (floats * size + strips + drawn) / MIB
 
 
 @torch.no_grad()
 def _compute(
-    model: Transformer, batch: Batch, task: Task, config: Config, budget: Budget
+    model: Transformer, batch: Batch, chance: float, task: Task, config: Config, budget: Budget
 ) -> dict[str, Any]:
     """The pass itself: status, and the measures when it is ok."""
     step = max(1, BATCH_TOKENS // batch.tokens.shape[1])
@@ -148,7 +151,8 @@ def _compute(
     probe = _Probe(model)
     started = time.perf_counter()
     try:
-        with Peak(model.embedding.device) as peak, probe:
+        device = model.embedding.device
+        with Peak(device) as peak, probe, precision(DTYPES[config.dtype], device):
             for tokens in batch.tokens.split(step):
                 part = Batch(tokens, batch.n_answer)
                 logits, digits = model.answer(part)
@@ -160,6 +164,7 @@ def _compute(
                     done = sum(len(part) for part in right)
                     return {
                         "status": "over_time",
+                        "seconds": round(seconds, 4),
                         "reason": f"{seconds:.0f} s for {done} of {len(batch.tokens)} sequences, "
                         f"the budget is {budget.max_seconds:.0f} s (--max-seconds)",
                     }
@@ -177,7 +182,6 @@ def _compute(
         "loss": sum(losses) / len(batch.tokens),
         "attention_entropy": probe.entropy(),
     }
-    chance = task.chance(len_of(batch))
     measured |= summarise(torch.cat(right), task.items(config.train_len), chance)
     if budget.generate:
         measured["generated_acc"] = _generated_acc(model, batch)

@@ -9,6 +9,7 @@ from types import TracebackType
 import torch
 
 MIB = 2**20
+MEMINFO, CGROUP = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 CLEAR_REFS, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -28,7 +29,7 @@ class Peak:
             return self
         try:
             CLEAR_REFS.write_text("5")
-            self.start = _status("VmRSS")
+            self.start = _field(STATUS, "VmRSS")
         except OSError:
             self.start = _highest()
         return self
@@ -49,23 +50,36 @@ class Peak:
 def _highest() -> float:
     """The highest resident size since the mark was reset, MiB."""
     try:
-        return _status("VmHWM")
+        return _field(STATUS, "VmHWM")
     except OSError:
         size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return size / MIB if sys.platform == "darwin" else size / 1024
 
 
-def _status(field: str) -> float:
-    """A field of /proc/self/status, MiB."""
-    for line in STATUS.read_text().splitlines():
+def _field(path: Path, field: str) -> float:
+    """A field of a file such as /proc/meminfo, MiB."""
+    for line in path.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) / 1024
-    raise OSError(f"no {field} in {STATUS}")
+    raise OSError(f"no {field} in {path}")
 
 
-def available() -> float:
-    """Memory that the machine can still give, MiB."""
+def available(device: torch.device) -> float:
+    """Memory that the GPU or the machine can still give, MiB.
+
+    On Linux what the kernel calls available: page cache that it would give back counts, and the
+    limit of a container is kept. Elsewhere free pages.
+    """
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] / MIB
     try:
+        free = _field(MEMINFO, "MemAvailable")
+    except OSError:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / MIB
-    except (ValueError, OSError):
-        return 2048.0
+    try:
+        limit, used = (
+            int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current")
+        )
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return free
+    return min(free, (limit - used) / MIB)

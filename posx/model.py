@@ -87,10 +87,13 @@ class Transformer(nn.Module):
         vocab: Vocab,
         make_scheme: Callable[[Site], Scheme],
         train_len: int,
+        seen: int = 0,
     ) -> None:
         super().__init__()
         self.config, self.vocab = config, vocab
-        site = Site(config.d_model, config.n_heads, config.d_head, train_len, config.n_layers)
+        site = Site(
+            config.d_model, config.n_heads, config.d_head, train_len, config.n_layers, seen=seen
+        )
         first = make_scheme(site)
         others = () if first.shared else range(1, config.n_layers)
         # One scheme a layer, or a single one for all; the first gives positions and embeds them.

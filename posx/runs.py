@@ -54,6 +54,7 @@ TRAIN_COLUMNS = {
 EVAL_COLUMNS = {
     "scheme": "name of the trained scheme",
     "extension": "training-free change applied for this evaluation; none without",
+    "extension_keys": "parameters of that change",
     "task": "name of the task",
     "seed": "seed of the weights",
     "train_len": "longest training sequence, tokens",
@@ -83,7 +84,7 @@ EVAL_COLUMNS = {
     "tokens_per_s": "tokens a second of those",
     "peak_mb": "peak memory above the start, MiB",
     "attention_entropy": "mean entropy of the last layer's attention rows, nats",
-    "path": "how attention was computed",
+    "path": "how attention was computed below the top layer",
 }
 
 
@@ -210,6 +211,12 @@ class Run:
         except Exception:  # torch.load has no narrower class for a truncated or foreign file
             return None
 
+    def clean(self) -> None:
+        """Remove what earlier, killed or failed attempts left behind; only under the lock."""
+        (self.folder / "error.txt").unlink(missing_ok=True)
+        for leftover in self.folder.glob(".*.*.*"):  # temporary files of write_atomic
+            leftover.unlink(missing_ok=True)
+
     # -- one writer at a time --------------------------------------------------------------------
 
     @contextmanager
@@ -237,10 +244,11 @@ def folder_of(results: Path, task: str, scheme: str, seed: int, digest: str) -> 
 
 
 def find(results: Path) -> tuple[list[Run], list[str]]:
-    """All readable runs below `results`, sorted by folder, and one sentence for each that is
-    not."""
+    """All readable runs below `results`, sorted by folder, and a sentence for each other one."""
     runs, problems = [], []
     for folder in sorted((results / "runs").glob("*/*/seed*")):
+        if {path.name for path in folder.iterdir()} <= {".lock"}:
+            continue  # its config was refused before anything was written
         run = Run(folder)
         try:
             run.record()
@@ -280,9 +288,8 @@ def write_atomic(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
     """
     temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}"
     try:
-        with temporary.open(
-            "xb"
-        ) as file:  # with the umask's mode; tempfile's are the owner's alone
+        # The mode follows the umask; files of `tempfile` would be the owner's alone.
+        with temporary.open("xb") as file:
             write(file)
             file.flush()
             os.fsync(file.fileno())

@@ -25,8 +25,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from posx import metrics, optim
 from posx.build import make_model, make_task
 from posx.config import Config, TrainConfig
-from posx.device import pick_device, pick_dtype
-from posx.errors import UserError
+from posx.device import DTYPES, device_name, pick_device, pick_dtype, precision, weight_dtype
 from posx.model import Transformer
 from posx.progress import Bar, say
 from posx.runs import SCHEMA, TRAIN_COLUMNS, Run
@@ -34,6 +33,7 @@ from posx.seeds import generator
 from posx.tasks.base import Batch, Task
 
 FINAL_CHECK = 4  # the last check draws this many times train.check_sequences
+CHECK_TOKENS = 16384  # tokens a forward pass of a check
 
 
 class Interrupted(Exception):
@@ -51,8 +51,8 @@ class State:
     step: int = 0
     tokens: int = 0
     steps_to_target: int | None = None  # the first check that reached train.target
-    seconds: float = 0.0  # wall time of the steps, over all sittings
-    cpu_seconds: float = 0.0  # processor time of steps and checks, over all sittings
+    seconds: float = 0.0  # wall time, over all sittings
+    cpu_seconds: float = 0.0  # processor time, over all sittings
     losses: list[float] = field(default_factory=list)  # since the last row
     grad_norms: list[float] = field(default_factory=list)
     row_tokens: int = 0
@@ -72,24 +72,26 @@ def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str,
     task = make_task(config)
     task.check_length(config.train_len)
     torch.manual_seed(config.seed)  # the only use of the global generator: initial weights
-    model = make_model(config, task)
-    if parent is not None:
-        load_parent(model, parent)
-    model.to(device, dtype)
+    model = make_model(config, task, parent)
+    model.to(device, weight_dtype(dtype))
     optimizers = optim.make_optimizers(config.optim, model)
     # Checked and kept is a running mean of the weights, which is steadier than any one step's.
     average = AveragedModel(
         model, multi_avg_fn=get_ema_multi_avg_fn(config.train.average), use_buffers=False
     )
+    run.clean()
     state = _resume(run, model, average, optimizers)
 
-    record = _record(config, run, parent, label, model)
+    record = _record(config, parent, label, model, device)
     run.write_config(config.dumps())
     run.write_record(record | {"status": "running", "steps": state.step})
     try:
         with _signals() as pending:
             _loop(config, run, task, model, average, optimizers, state, pending)
+        started, cpu_started = time.perf_counter(), time.process_time()
         check = _check(config, task, average, -1, config.train.check_sequences * FINAL_CHECK)
+        state.seconds += time.perf_counter() - started
+        state.cpu_seconds += time.process_time() - cpu_started
     except Interrupted as error:
         run.write_record(
             record | {"status": "interrupted", "reason": str(error), "steps": state.step}
@@ -114,22 +116,6 @@ def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str,
     return record
 
 
-def load_parent(model: nn.Module, parent: Run) -> None:
-    """Start from the weights of another run. A table that is longer here keeps its new rows."""
-    own = model.state_dict()
-    for name, tensor in parent.load_weights().items():
-        if name not in own or own[name].shape[1:] != tensor.shape[1:]:
-            raise UserError(
-                f"init={parent.folder}: its weight {name} {tuple(tensor.shape)} does not fit this "
-                "model; use the same scheme and model"
-            )
-        rows = min(len(tensor), len(own[name])) if tensor.ndim else 0
-        if tensor.ndim:
-            own[name][:rows] = tensor[:rows]
-        else:
-            own[name].copy_(tensor)
-
-
 def draw_items(config: TrainConfig, most: int, step: int, random: torch.Generator) -> int:
     """How many payload symbols step `step` trains on: one count a step, the same for the batch."""
     if config.lengths == "fixed":
@@ -142,7 +128,8 @@ def draw_items(config: TrainConfig, most: int, step: int, random: torch.Generato
 
 def training_items(config: Config, task: Task, step: int) -> tuple[int, torch.Generator]:
     """Payload symbols of a step, and the generator that goes on to draw them."""
-    random = generator("train", config.data_seed, step)
+    origin = [] if config.init is None else [config.init]  # never the parent's sequences again
+    random = generator("train", *origin, config.data_seed, step)
     return draw_items(config.train, task.items(config.train_len), step, random), random
 
 
@@ -189,32 +176,25 @@ def _loop(
         while state.step < (end := last_step(law, state)):
             started, cpu_started = time.perf_counter(), time.process_time()
             batch, random = training_batch(config, task, state.step)
-            optim.set_rate(optimizers, rate(config, state))
-            loss, norm = _step(model, optimizers, batch, random, config.optim.clip)
+            fraction = rate(config, state)
+            optim.set_rate(optimizers, fraction)
+            loss, norm = _step(config, model, optimizers, batch, random)
             average.update_parameters(model)
             elapsed = time.perf_counter() - started
             state.step += 1
             state.tokens += batch.tokens.numel()
             state.row_tokens += batch.tokens.numel()
-            state.seconds += elapsed
             state.row_seconds += elapsed
             state.losses.append(loss)
             state.grad_norms.append(norm)
             if state.step % law.check_every == 0 or state.step == end:
                 check = _check(config, task, average, state.step, law.check_sequences)
-                _add_row(config, state, check)
+                _add_row(state, check, fraction)
                 reached = min(check["token_acc"], check["tail_acc"])
                 if state.steps_to_target is None and reached >= law.target:
                     state.steps_to_target = state.step
-                row = state.rows[-1]
-                bar.update(
-                    state.step,
-                    f"loss {row['loss']:.3f}  acc {row['token_acc']:.3f}  "
-                    f"{row['tokens_per_s'] / 1000:.1f}k tok/s",
-                    total=end,
-                )
-            else:
-                bar.update(state.step, _facts(state), total=end)
+            bar.update(state.step, _facts(state), total=end)
+            state.seconds += time.perf_counter() - started
             state.cpu_seconds += time.process_time() - cpu_started
             if pending or state.step % law.checkpoint_every == 0:
                 _save(run, model, average, optimizers, state)
@@ -233,19 +213,20 @@ def _facts(state: State) -> str:
 
 
 def _step(
+    config: Config,
     model: Transformer,
     optimizers: list[torch.optim.Optimizer],
     batch: Batch,
     random: torch.Generator,
-    clip: float,
 ) -> tuple[float, float]:
     """One optimizer step; returns the loss and the gradient norm before clipping."""
-    logits, digits = model.answer(batch, random)
+    with precision(DTYPES[config.dtype], model.embedding.device):
+        logits, digits = model.answer(batch, random)
     loss = metrics.loss(logits.float(), digits)
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
     for optimizer in optimizers:
         optimizer.step()
     return loss.item(), norm.item()
@@ -259,7 +240,10 @@ def _check(
     random = generator("check", config.data_seed, step)
     batch = task.sample(random, sequences, config.train_len)
     model = cast(Transformer, average.module)
-    right = metrics.right(*model.answer(batch))  # (B, n + 1)
+    rows = max(1, CHECK_TOKENS // config.train_len)
+    with precision(DTYPES[config.dtype], model.embedding.device):
+        parts = [Batch(tokens, batch.n_answer) for tokens in batch.tokens.split(rows)]
+        right = torch.cat([metrics.right(*model.answer(part)) for part in parts])  # (B, n + 1)
     payload = right[:, :-1].double()  # (B, n)
     last = metrics.tail(payload.shape[1])
     return {
@@ -269,7 +253,7 @@ def _check(
     }
 
 
-def _add_row(config: Config, state: State, check: dict[str, float]) -> None:
+def _add_row(state: State, check: dict[str, float], fraction: float) -> None:
     """Close the row of train.csv since the last check."""
     state.rows.append(
         {
@@ -277,7 +261,7 @@ def _add_row(config: Config, state: State, check: dict[str, float]) -> None:
             "tokens": state.tokens,
             "loss": sum(state.losses) / len(state.losses),
             **check,
-            "lr": rate(config, state),
+            "lr": fraction,
             "grad_norm": sum(state.grad_norms) / len(state.grad_norms),
             "tokens_per_s": round(state.row_tokens / state.row_seconds, 1),
         }
@@ -309,6 +293,8 @@ def _resume(
     """The saved state put into models and optimizers; a new one where none was saved."""
     saved = run.load_state()
     if saved is None:
+        if (run.folder / "state.pt").exists():
+            say(f"{run.folder}: its state.pt cannot be read; training starts over")
         return State()
     model.load_state_dict(saved["model"])
     average.load_state_dict(saved["average"])
@@ -340,7 +326,7 @@ def _signals() -> Generator[list[int]]:
 
 
 def _record(
-    config: Config, run: Run, parent: Run | None, label: str, model: nn.Module
+    config: Config, parent: Run | None, label: str, model: nn.Module, device: torch.device
 ) -> dict[str, Any]:
     """What is known before training starts."""
     return {
@@ -354,14 +340,14 @@ def _record(
         "seed": config.seed,
         "data_seed": config.data_seed,
         "hash": config.digest(),
-        "group": config.group(),
+        "group": config.group(None if parent is None else parent.record()["group"]),
         "parent": None if parent is None else str(parent.folder),
         "converged": None,
         "steps": 0,
         "steps_to_target": None,
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": config.dtype,
-        "device": config.device,
+        "device": device_name(device),
         "threads": config.threads,
         "posx": version("posx"),
         "torch": torch.__version__,
@@ -373,11 +359,15 @@ def _record(
 
 
 def _git_revision() -> str | None:
-    """The revision of the checkout that this code runs from, if it is one."""
+    """The revision of the checkout that this code runs from, if it is one; not that of a project
+    of the user in which posx is installed."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / ".git").exists():
+        return None
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
-            cwd=Path(__file__).parent,
+            cwd=checkout,
             capture_output=True,
             text=True,
             timeout=10,

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pandas as pd
-
 from conftest import QUICK, Posx
+
 from posx import catalog
 
 SCHEMES = catalog.files("scheme")
@@ -43,6 +43,9 @@ def test_other_evaluation_sequences_are_another_cell(posx: Posx, tmp_path: Path)
     assert list(first["eval_seed"]) == [0, 0]
     assert list(second["eval_seed"]) == [1, 1]
     assert list(first["loss"]) != list(second["loss"])
-    posx(*words, "--again")
+    assert "not all cells are of the same sequences" not in posx("report").stdout
+    posx("eval", "--lengths", "24")  # without a number of sequences: the full evaluation
+    assert (pd.read_csv(path)["sequences"] > 3).all()
+    posx(*words)
     third = pd.read_csv(path)
     assert list(third["loss"]) == list(first["loss"])

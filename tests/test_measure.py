@@ -13,7 +13,7 @@ from test_model import CONFIG
 from test_train import only_run
 from torch import Tensor
 
-from posx import catalog, measure, metrics, stats
+from posx import catalog, measure, memory, metrics, stats
 from posx.build import load_yaml, make_extension, make_scheme, make_task
 from posx.config import Config, ModelConfig, loads
 from posx.generate import greedy
@@ -49,6 +49,19 @@ def test_every_scheme_sees_the_same_sequences() -> None:
     torch.manual_seed(9)
     assert torch.equal(draw(task, 20, Budget(sequences=3)).tokens, first)
     assert not torch.equal(draw(task, 20, Budget(sequences=3, seed=1)).tokens, first)
+
+
+def test_available_memory_counts_what_the_kernel_would_give_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemFree: 1024 kB\nMemAvailable: 8388608 kB\n")
+    monkeypatch.setattr(memory, "MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    assert memory.available(torch.device("cpu")) == 8192
+    (tmp_path / "memory.max").write_text(str(3 * 2**30))
+    (tmp_path / "memory.current").write_text(str(2**30))
+    assert memory.available(torch.device("cpu")) == 2048
 
 
 @pytest.mark.parametrize(("length", "expected"), [(64, 134), (512, 16), (8192, 4)])
@@ -200,10 +213,15 @@ def test_over_memory_is_predicted_before_the_start(
 
 def test_prediction_bounds_the_measured_peak(config: Config) -> None:
     task = Copy(Vocab(31, 2))
-    for scheme in ("nope", "alibi", "shaw"):
+    for scheme, length, sequences in (
+        ("nope", 1900, 4),
+        ("alibi", 1900, 4),
+        ("shaw", 1900, 4),
+        ("shaw", 1000, 8),  # dense: scores of 1000 x 1000
+    ):
         model = model_of(scheme, task)
-        row = measure.measure(model, task, config, 1900, Budget(sequences=4))
-        assert row["peak_mb"] <= measure.predict_mib(model, 1899, 4), scheme
+        row = measure.measure(model, task, config, length, Budget(sequences=sequences))
+        assert row["peak_mb"] <= measure.predict_mib(model, length, sequences), scheme
 
 
 def test_out_of_memory_and_other_errors_become_a_status(
@@ -257,8 +275,8 @@ def test_the_whole_input_is_seen(config: Config) -> None:
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_first_error_and_exact_match_are_those_of_generation(name: str) -> None:
-    """Greedy generation with a cache, against one teacher-forced pass, for a model that is trained on
-    the very sequences until its answers are right for a while and then wrong."""
+    """Greedy generation with a cache, against one teacher-forced pass, for a model that is trained
+    on the very sequences until its answers are right for a while and then wrong."""
     task = Copy(Vocab(5, 2), unique=True)
     model = model_of(name, task, train_len=24)
     for parameter in model.schemes.parameters():
@@ -300,9 +318,25 @@ def test_cached_generation_equals_recomputation() -> None:
 def test_generated_accuracy_is_written_on_request(trained: Path) -> None:
     import pandas as pd
 
-    run_posx(trained, "eval", "scheme=rope", "--lengths", "20", "--sequences", "2", "--generate")
+    words = ("eval", "scheme=rope", "--lengths", "20", "--sequences", "2")
     (run,) = (trained / "results" / "runs").glob("*/rope/*")
-    table = pd.read_csv(run / "eval.csv")
-    row = table[table["length"] == 20].iloc[0]
-    assert 0 <= row["generated_acc"] <= 1
-    assert row["first_error"] <= 1
+    run_posx(trained, *words)
+    assert pd.read_csv(run / "eval.csv")["generated_acc"].isna().all()
+    run_posx(trained, *words, "--generate")
+    assert pd.read_csv(run / "eval.csv")["generated_acc"].between(0, 1).all()
+
+
+def test_generated_accuracy_against_a_loop(config: Config) -> None:
+    task = Copy(Vocab(5, 2))
+    model = model_of("rope", task)
+    row = cell_of(model, task, config, length=15, generate=True)
+    batch = draw(task, 15, Budget(sequences=2))
+    right = 0
+    for tokens in batch.tokens:
+        sequence = model.vocab.split(tokens[None, : -batch.n_answer])
+        for expected in model.vocab.split(tokens[None, -batch.n_answer : -1])[0]:
+            with torch.no_grad():
+                made = model(sequence)[:, -1:].argmax(-1)
+            right += bool((made[0, 0] == expected).all())
+            sequence = torch.cat([sequence, made], 1)
+    assert row["generated_acc"] == right / (2 * (batch.n_answer - 1))

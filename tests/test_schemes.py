@@ -22,7 +22,7 @@ from posx.errors import UserError
 from posx.paths import config_dir
 from posx.schemes import frequencies
 from posx.schemes.absolute import Learned, Sinusoidal, clip, interpolate, sinusoids
-from posx.schemes.base import Nope, Scheme, Site
+from posx.schemes.base import HOOKS, Nope, Scheme, Site
 from posx.schemes.bias import T5, Alibi, alibi_slopes, bucket_starts
 from posx.schemes.mask import Window
 from posx.schemes.relative import Shaw
@@ -54,10 +54,6 @@ EXTENSIONS = {
     "yarn_scaled": yarn,
     "yarn_pairs": yarn,
 }
-HOOKS = (
-    *("positions", "embed", "prepare", "scores", "mask", "value", "normalize"),
-    *("fold", "distance_bias"),
-)
 
 
 @pytest.fixture
@@ -536,9 +532,9 @@ def test_window_counts_the_token_itself(window):
     j = torch.arange(70, 70 + S)
     i = j[-T:]
     mask = scheme.mask(i, j)
-    assert mask.shape == (T, S)
+    assert mask.shape == (1, T, S)
     for t in range(T):
-        seen = [s for s in range(S) if mask[t, s] and j[s] <= i[t]]
+        seen = [s for s in range(S) if mask[0, t, s] and j[s] <= i[t]]
         row = S - T + t
         assert seen == list(range(max(0, row - window + 1), row + 1))
 

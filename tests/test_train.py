@@ -12,7 +12,7 @@ import torch
 from conftest import QUICK, Posx, run_posx
 from safetensors.torch import load_file
 
-from posx import train
+from posx import job, runs, train
 from posx.build import make_task
 from posx.config import Config, loads
 from posx.train import State, draw_items, last_step, rate, training_batch
@@ -196,23 +196,135 @@ def test_learning_rate_warms_up_and_falls(undisturbed: Path) -> None:
     assert last_step(config.train, State(step=98, steps_to_target=98)) == 100
 
 
-def test_longer_training_of_a_run(posx: Posx, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("parent")
+    run_posx(folder, "train", "scheme=learned", *QUICK)
+    return only_run(folder)
+
+
+def continued(folder: Path, parent: Path, *words: str) -> Path:
+    """The run that goes on from `parent` with the words, at 24 tokens unless they say otherwise."""
+    run_posx(folder, "train", "scheme=learned", f"init={parent}", *QUICK, "train_len=24", *words)
+    return only_run(folder)
+
+
+def test_longer_training_of_a_run(tmp_path: Path, parent: Path) -> None:
+    run = continued(tmp_path, parent)
+    assert load_file(run / "model.safetensors")["schemes.0.table"].shape == (24, 16)
+    assert record(run)["parent"] == str(parent)
+    assert record(run)["label"].startswith("learned ")
+    assert record(run)["label"].endswith("@16")
+    run_posx(tmp_path, "eval", str(run), "--lengths", "24")
+
+
+def test_extension_changes_the_trained_table_before_training_goes_on(
+    tmp_path: Path, parent: Path
+) -> None:
+    """With a learning rate of 0 the weights are those that training started from."""
+    rates = ("optim.lr=0", "optim.matrix_lr=0", "optim.weight_decay=0")
+    run = continued(tmp_path, parent, "extension=interpolate", *rates)
+    table = load_file(parent / "model.safetensors")["schemes.0.table"]
+    trained = table[:14]  # 16 tokens: six symbols, 15 tokens, of which 14 are inputs
+    expected = torch.nn.functional.interpolate(
+        trained.T[None], size=24, mode="linear", align_corners=True
+    )[0].T
+    torch.testing.assert_close(load_file(run / "model.safetensors")["schemes.0.table"], expected)
+    run_posx(tmp_path, "eval", str(run), "--lengths", "24")
+    refused = run_posx(tmp_path, "eval", str(run), "--extend", "clip", "--lengths", "48", code=2)
+    assert "was trained under extension=interpolate" in refused.stderr
+
+
+def test_continued_runs_of_other_seeds_are_one_group(tmp_path: Path) -> None:
+    run_posx(tmp_path, "train", "-m", "seed=0,1", *QUICK)
+    parents = sorted((tmp_path / "results" / "runs").glob("*/*/*"))
+    groups = set()
+    for seed, start in enumerate(parents):
+        words = (f"seed={seed}", f"init={start}", *QUICK, "train_len=24")
+        run_posx(tmp_path, "train", *words)
+    for run in (tmp_path / "results" / "runs").glob("*/*/*"):
+        if run not in parents:
+            groups.add(record(run)["group"])
+    assert len(groups) == 1
+
+
+def test_a_continued_run_never_sees_its_parents_batches(tmp_path: Path, parent: Path) -> None:
+    run = continued(tmp_path, parent, "train_len=16")
+    old, new = (config_of(each) for each in (parent, run))
+    first, second = (
+        training_batch(config, make_task(config), 3)[0].tokens for config in (old, new)
+    )
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["model.n_layers=1"], "has another model or task"),
+        (["task.vocab.digits=1"], "has another model or task"),
+        (["init_len=16"], "init_len follows from init=RUN"),
+    ],
+)
+def test_parents_that_do_not_fit_are_refused(
+    words: list[str], sentence: str, tmp_path: Path, parent: Path
+) -> None:
+    given = ("train", "scheme=learned", f"init={parent}", *QUICK, "train_len=24", *words)
+    assert sentence in run_posx(tmp_path, *given, code=2).stderr
+
+
+def test_a_table_shorter_than_training_is_refused_before_the_start(
+    posx: Posx, tmp_path: Path
+) -> None:
+    done = posx("train", "scheme=learned", "scheme.max_len=8", *QUICK, code=2)
+    assert "max_len 8 is shorter than the 14 positions of train_len=16" in done.stderr
+    assert not list((tmp_path / "results").rglob("run.json"))
     posx("train", "scheme=learned", *QUICK)
-    parent = only_run(tmp_path)
-    words = ["train", "scheme=learned", f"init={parent}", *QUICK, "train_len=24"]
-    posx(*words)
-    posx(*words, "extension=interpolate")
-    runs = {tuple(record(run)[key] for key in ("train_len", "label")): run
-            for run in (tmp_path / "results" / "runs").glob("*/*/*")}  # fmt: skip
-    assert len(runs) == 3
-    for (train_len, _), run in runs.items():
-        assert load_file(run / "model.safetensors")["schemes.0.table"].shape == (
-            train_len,
-            16,
-        )
-        if run != parent:
-            assert record(run)["parent"] == str(parent)
-            run_posx(tmp_path, "eval", str(run), "--lengths", "24")
+    assert "left out" not in posx("list", "run").stderr  # the refused one left no trace
+
+
+def test_a_number_is_one_run_however_it_is_written(posx: Posx, tmp_path: Path) -> None:
+    posx("train", "scheme.base=500", *QUICK)
+    assert "already trained" in posx("train", "scheme.base=500.0", *QUICK).stderr
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "train.csv", "run.json"])
+def test_killed_between_the_last_writes(
+    name: str, tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was written last before the end, the same command ends as if undisturbed."""
+    write = runs.write_atomic
+    finished = False
+
+    def dying(path: Path, *arguments: Any) -> None:
+        nonlocal finished
+        finished |= path.name == "model.safetensors"
+        if finished and path.name == name:
+            raise KeyboardInterrupt
+        write(path, *arguments)
+
+    monkeypatch.chdir(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, "write_atomic", dying)
+        with pytest.raises(KeyboardInterrupt):
+            job.run_jobs(list(QUICK))
+    run_posx(tmp_path, "train", *QUICK)
+    assert_same_run(only_run(tmp_path), undisturbed)
+    assert {path.name for path in only_run(tmp_path).iterdir()} == {
+        path.name for path in undisturbed.iterdir()
+    }
+
+
+def test_half_precision_keeps_its_weights_whole(posx: Posx, tmp_path: Path) -> None:
+    """bfloat16 is for matrix products: a running mean of bfloat16 weights would stand still."""
+    from posx import device
+
+    if device.cpu_has_bfloat16():
+        posx("train", "dtype=bfloat16", *QUICK)
+        weights = load_file(only_run(tmp_path) / "model.safetensors")
+        assert {weight.dtype for weight in weights.values()} == {torch.float32}
+        posx("eval", "--lengths", "24", "--sequences", "2")
+    else:
+        posx("train", "dtype=bfloat16", *QUICK, code=2)
 
 
 def test_bfloat16_is_refused_where_the_cpu_has_none(

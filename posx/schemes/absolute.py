@@ -111,26 +111,31 @@ def _check_input(name: str, x: Tensor, d_model: int) -> None:
 def interpolate(scheme: Learned, length: int) -> Learned:
     """Resample the table linearly to `length` rows: position p reads row p (L - 1) / (length - 1).
 
-    The first and last row stay the ends (align_corners), as for vision tables in Dosovitskiy et al.
-    2020 (arXiv:2010.11929). All steps shrink, those of short distances too. A table that is long
-    enough stays as it is.
+    L counts the rows that training reached. The first and the last of them stay the ends
+    (align_corners), as for vision tables in Dosovitskiy et al. 2020 (arXiv:2010.11929). All steps
+    shrink, those of short distances too. A table that is long enough stays as it is.
     """
-    rows = len(scheme.table)
-    if length <= rows:
+    if length <= len(scheme.table):
         return copy.deepcopy(scheme)
-    columns = scheme.table.detach().T[None]  # (1, E, rows)
+    columns = _trained_rows(scheme).T[None]  # (1, E, L)
     longer = F.interpolate(columns, size=length, mode="linear", align_corners=True)
     return _with_table(scheme, longer[0].T)
 
 
 def clip(scheme: Learned, length: int) -> Learned:
-    """Give every position beyond the table its last row, so they cannot be told apart.
-
-    A table that is long enough stays as it is.
+    """Give every position beyond the last one that training reached its row, so that they cannot
+    be told apart. A table that is long enough stays as it is.
     """
-    rows = len(scheme.table)
-    position = torch.arange(max(rows, length), device=scheme.table.device)
-    return _with_table(scheme, scheme.table.detach()[position.clamp(max=rows - 1)])
+    if length <= len(scheme.table):
+        return copy.deepcopy(scheme)
+    rows = _trained_rows(scheme)  # (L, E)
+    position = torch.arange(length, device=rows.device).clamp(max=len(rows) - 1)
+    return _with_table(scheme, rows[position])
+
+
+def _trained_rows(scheme: Learned) -> Tensor:
+    """The rows of the table that training reached: (L, E). Later ones are as they were drawn."""
+    return scheme.table.detach()[: scheme.site.positions]
 
 
 def _with_table(scheme: Learned, table: Tensor) -> Learned:

@@ -6,6 +6,7 @@ Attention looks at which hooks are overridden, never at a name, and takes the fa
 Legend of shapes, used in the whole package:
     B batch, H heads, T query tokens, S key tokens (S >= T), D head width (d_head),
     E model width (d_model), V vocabulary.
+Positions are (T,) here, and (B, T) for a scheme that draws them for every sequence.
 The T queries of a block are always the last T of its S keys, so per-token state of shape
 (B, S, ...) holds the queries in its last T rows.
 """
@@ -16,6 +17,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+HOOKS = (
+    "positions", "embed", "prepare", "scores", "mask", "value", "normalize", "fold", "distance_bias"
+)  # fmt: skip
+PLACES = ("positions", "input", "q/k", "score", "score+value", "mask")  # where position enters
+
 
 @dataclass(frozen=True)
 class Site:
@@ -24,9 +30,15 @@ class Site:
     d_model: int
     n_heads: int
     d_head: int
-    train_len: int  # tokens
+    train_len: int  # tokens of the longest training sequence
     n_layers: int = 1
     layer: int = 0
+    seen: int = 0  # positions that training fills: the last token is never an input; 0: train_len
+
+    @property
+    def positions(self) -> int:
+        """How many positions training fills."""
+        return self.seen or self.train_len
 
     def at(self, layer: int) -> "Site":
         return replace(self, layer=layer)
@@ -40,7 +52,7 @@ class Scheme(nn.Module):
     """
 
     # Traits: facts about the class that attention, conformance and tables read.
-    enters: ClassVar[str] = "mask"  # where position enters: input, q/k, score, score+value, mask
+    enters: ClassVar[str] = "mask"  # where position enters: one of PLACES
     shared: ClassVar[bool] = False  # one object for all layers instead of one a layer
     relative: ClassVar[bool] = False  # moving all positions by the same amount changes nothing
     length_dependent: ClassVar[bool] = False  # the output of a prefix depends on the total length
@@ -48,14 +60,15 @@ class Scheme(nn.Module):
     max_len: int | None = None  # longest sequence it can process, in tokens; None: no limit
 
     # (sinks, window) when every query sees only the first `sinks` and the last `window` keys
-    # (itself included); None when all earlier keys are visible.
+    # (itself included); None when all earlier keys are visible. It says which keys attention may
+    # skip and hides none of them: `mask` does that, so a band comes with it.
     band: tuple[int, int] | None = None
 
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.site = site
 
-    # -- six hooks -------------------------------------------------------------------------------
+    # -- seven hooks -----------------------------------------------------------------------------
 
     def positions(self, n: int, offset: int, generator: torch.Generator | None) -> Tensor:
         """Position ids of `n` tokens after `offset` cached ones -> (n,) or (B, n).
@@ -89,8 +102,10 @@ class Scheme(nn.Module):
         return z
 
     def mask(self, i: Tensor, j: Tensor) -> Tensor | None:
-        """Which keys a query may see, besides causality. i: (T,), j: (S,) -> bool (T, S) or (H, T,
-        S)."""
+        """Which keys a query may see, besides causality.
+
+        i: (T,), j: (S,) -> bool (T, S), (H, T, S) or (1 or B, 1 or H, T, S).
+        """
         return None
 
     def value(self, p: Tensor, i: Tensor, j: Tensor) -> Tensor | None:
@@ -104,25 +119,30 @@ class Scheme(nn.Module):
     # -- two shortcuts ---------------------------------------------------------------------------
 
     def fold(self, pos: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The bias as an inner product: extra query and key dimensions, each (1 or B, H, T, F),
-        whose dot product divided by sqrt(D), like the rest of the score, is the bias up to a
-        constant a row.
+        """The bias as an inner product of extra query and key dimensions.
 
-        Used in training, where the fused kernel needs no n x n tensor; a large bias loses digits in
-        the dot product (about 1e-5 at 2048 tokens), so evaluation never folds.
+        pos: (T,), state: (B, T, ...) or None -> each (1 or B, H, T, F). Their dot product divided
+        by sqrt(D), like the rest of the score, is the bias up to a constant a row.
+
+        A second form of `distance_bias` or `scores`, one of which comes with it. Training uses the
+        fold, because the fused kernel then needs no n x n tensor; a large bias loses digits in the
+        dot product (about 1e-5 at 2048 tokens), so evaluation has the exact form.
         """
         raise AssertionError("attention asks for fold only where it is overridden")
 
     def distance_bias(self, d: Tensor) -> Tensor:
-        """A bias that depends on the distance d = i - j >= 0 alone. d: any shape -> (H,
-        *d.shape)."""
+        """A bias that depends on the distance d = i - j >= 0 alone.
+
+        d: any shape -> (H, *d.shape), in float32 or more.
+        """
         raise AssertionError("attention asks for distance_bias only where it is overridden")
 
     # --------------------------------------------------------------------------------------------
 
-    def overrides(self, hook: str) -> bool:
-        """Whether this class changes `hook`."""
-        return getattr(type(self), hook) is not getattr(Scheme, hook)
+    @classmethod
+    def overrides(cls, hook: str) -> bool:
+        """Whether this class changes `hook`, one of HOOKS."""
+        return getattr(cls, hook) is not getattr(Scheme, hook)
 
 
 class Nope(Scheme):

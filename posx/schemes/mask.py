@@ -13,8 +13,8 @@ class Window(Scheme):
     """A query sees its own token and the window - 1 before it: 0 <= i - j < window.
 
     Beltagy et al. 2020 (arXiv:2004.05150). Inside the window there is no position but the causal
-    mask's. No longest length; n layers look back n (window - 1) tokens, whatever the length. No
-    parameters, O(T window) time.
+    mask's. No longest length; n layers look back n (window - 1) tokens, whatever the length.
+    No parameters, O(T window) time.
     """
 
     enters = "mask"
@@ -28,4 +28,5 @@ class Window(Scheme):
         self.band = (0, window)
 
     def mask(self, i: Tensor, j: Tensor) -> Tensor | None:
-        return i[..., :, None] - j[..., None, :] < self.window
+        distance = i[..., :, None] - j[..., None, :]  # (T, S) or (B, T, S)
+        return distance.unsqueeze(-3) < self.window  # (1, T, S) or (B, 1, T, S)
