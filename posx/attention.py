@@ -215,16 +215,20 @@ def _folded(
     """The bias as extra dimensions of queries and keys.
 
     v is padded to the same width: the fused kernel takes equal widths only, and the fall-back
-    builds n x n. So are the missing first queries: is_causal wants a square.
+    builds n x n. Queries are padded to S: is_causal wants a square. Half precision is raised to
+    float32, as bfloat16 would not tell key 1023 from key 1024.
     """
-    d_head, n_queries = q.shape[-1], q.shape[2]
+    d_head, n_queries, dtype = q.shape[-1], q.shape[2], q.dtype
     q = F.pad(q, (0, 0, k.shape[2] - n_queries, 0))  # (B, H, S, D)
     extra_q, extra_k = scheme.fold(j, state)  # (1 or B, H, S, F)
     n_extra = extra_q.shape[-1]
     shape = (*k.shape[:3], n_extra)
-    q = torch.cat([q, extra_q.to(q.dtype).expand(shape)], -1)  # (B, H, S, D + F)
-    k = torch.cat([k, extra_k.to(k.dtype).expand(shape)], -1)  # (B, H, S, D + F)
-    out = F.scaled_dot_product_attention(
-        q, k, F.pad(v, (0, n_extra)), is_causal=True, scale=d_head**-0.5
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k = (
+        torch.cat([part.to(wide), extra.to(wide).expand(shape)], -1)  # (B, H, S, D + F)
+        for part, extra in ((q, extra_q), (k, extra_k))
     )
-    return out[:, :, -n_queries:, :d_head]  # (B, H, T, D)
+    v = F.pad(v.to(wide), (0, n_extra))  # (B, H, S, D + F)
+    with torch.autocast(q.device.type, enabled=False):  # which would lower them again
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=d_head**-0.5)
+    return out[:, :, -n_queries:, :d_head].to(dtype)  # (B, H, T, D)

@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from posx.attention import DENSE, Cache, attend, block
+from posx.attention import DENSE, Cache, attend, block, choose_path, scores
 from posx.config import ModelConfig
 from posx.errors import UserError
 from posx.model import Transformer
-from posx.schemes.base import Scheme, Site
+from posx.schemes.base import PLACES, Scheme, Site
 from posx.tasks.base import Vocab
 
 B, H, D, E = 2, 3, 8, 24
@@ -32,6 +32,7 @@ MODEL = ModelConfig(
 VOCAB = Vocab(base=7, digits=2)
 # float32 sums of at most a few hundred terms of order 1 differ by a few 1e-6 between orders.
 TOLERANCE = 1e-5
+FOLD_TOLERANCE = 5e-5  # a folded bias of up to 300 at 1100 tokens is rounded in the dot product
 
 
 @dataclass(frozen=True)
@@ -71,17 +72,26 @@ class Result(NamedTuple):
 
 
 def run(subject: Subject) -> list[Result]:
-    """All checks on one scheme, in order; a check that breaks counts as failed."""
-    results = []
-    for check in CHECKS:
-        name = check.__name__.removeprefix("check_").replace("_", " ")
-        try:
-            check(subject)
-        except Exception as error:
-            results.append(Result(name, False, str(error) or type(error).__name__))
-        else:
-            results.append(Result(name, True, (inspect.getdoc(check) or "").splitlines()[0]))
-    return results
+    """All checks on one scheme, in order; a check that breaks counts as failed.
+
+    On one thread: the tensors are so small that several only wait for one another, on a busy
+    machine ten times as long as the work takes.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return [_result(check, subject) for check in CHECKS]
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _result(check: Callable[[Subject], None], subject: Subject) -> Result:
+    name = check.__name__.removeprefix("check_").replace("_", " ")
+    try:
+        check(subject)
+    except Exception as error:
+        return Result(name, False, str(error) or type(error).__name__)
+    return Result(name, True, (inspect.getdoc(check) or "").splitlines()[0])
 
 
 def stirred(scheme: Scheme) -> Scheme:
@@ -116,13 +126,13 @@ class Layer(NamedTuple):
 
 
 def layer(scheme: Scheme, n: int, shift: int = 0, dtype: torch.dtype = torch.float32) -> Layer:
+    """A layer of n random tokens whose positions are all moved by `shift`."""
     random = torch.Generator().manual_seed(5)
     x = torch.randn(B, n, E, generator=random).to(dtype)
     q, k, v = (torch.randn(B, H, n, D, generator=random).to(dtype) for _ in range(3))
     pos = scheme.positions(n, 0, None) + shift
-    return Layer(
-        scheme, *scheme.prepare(x, q, k, v, pos)[:3], pos, scheme.prepare(x, q, k, v, pos)[3]
-    )
+    q, k, v, state = scheme.prepare(x, q, k, v, pos)
+    return Layer(scheme, q, k, v, pos, state)
 
 
 def close(got: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE) -> None:
@@ -130,17 +140,20 @@ def close(got: Tensor, expected: Tensor, what: str, tolerance: float = TOLERANCE
     assert error <= tolerance, f"{what}: differs by {error:.1e}, allowed {tolerance:.0e}"
 
 
-def by_rows(given: Layer) -> Tensor:
-    """Attention one query at a time in float64: the definition, without any path. (B, H, T, D)."""
-    rows = []
+def by_rows(given: Layer, last: int | None = None) -> Tensor:
+    """Attention one query at a time in float64: the definition, without any path.
+
+    Of the last `last` queries, all when None -> (B, H, last, D).
+    """
     scheme = copy.deepcopy(given.scheme).double()
+    q, k, v = given.q.double(), given.k.double(), given.v.double()
     state = None if given.state is None else given.state.double()
-    for t in range(given.q.shape[2]):
+    n, rows = q.shape[2], []
+    for t in range(0 if last is None else n - last, n):
         here, seen = slice(t, t + 1), slice(0, t + 1)
         out, _ = block(
-            scheme, given.q[:, :, here].double(), given.k[:, :, seen].double(),
-            given.v[:, :, seen].double(), given.pos[..., here], given.pos[..., seen],
-            None if state is None else state[:, seen],
+            scheme, q[:, :, here], k[:, :, seen], v[:, :, seen], given.pos[..., here],
+            given.pos[..., seen], None if state is None else state[:, seen],
         )  # fmt: skip
         rows.append(out)
     return torch.cat(rows, 2)
@@ -154,8 +167,7 @@ def check_documented(subject: Subject) -> None:
     text = inspect.getdoc(type(subject.scheme())) or ""
     assert subject.card, "the yaml has no card: start it with `# Name: one sentence (source)`"
     assert re.search(r"arXiv:|doi:|https?://", text), "the docstring names no source (arXiv:...)"
-    places = ("input", "q/k", "score", "score+value", "mask", "positions")
-    assert type(subject.scheme()).enters in places, f"`enters` is none of {', '.join(places)}"
+    assert type(subject.scheme()).enters in PLACES, f"`enters` is none of {', '.join(PLACES)}"
 
 
 def check_shapes(subject: Subject) -> None:
@@ -176,6 +188,41 @@ def check_shapes(subject: Subject) -> None:
         assert scheme.distance_bias(d).shape == (H, 7, 1), "distance_bias must be (H, *d.shape)"
 
 
+def check_fold(subject: Subject) -> None:
+    """`fold`, where there is one, is the bias of the exact form up to a constant a row"""
+    scheme, n = subject.scheme(), subject.length(11)
+    if not scheme.overrides("fold"):
+        return
+    exact = scheme.overrides("scores") or scheme.overrides("distance_bias")
+    assert exact, "`fold` needs `scores` or `distance_bias`: evaluation never folds"
+    given = layer(scheme, n)
+    q, k, pos, state = given.q, given.k, given.pos, given.state
+    extra_q, extra_k = scheme.fold(pos, state)
+    for part in (extra_q, extra_k):
+        fits = part.shape[0] in (1, B) and part.shape[1:] == (H, n, extra_q.shape[-1])
+        assert fits, f"fold: {tuple(part.shape)}, expected (1 or {B}, {H}, {n}, F)"
+    folded = extra_q @ extra_k.transpose(-1, -2) * D**-0.5  # (1 or B, H, n, n)
+    plain = scores(Scheme(scheme.site), q, k, pos, pos, None)
+    apart = folded - (scores(scheme, q, k, pos, pos, state) - plain)  # (B, H, n, n)
+    apart = apart - apart.diagonal(dim1=-2, dim2=-1)[..., None]  # a row's own key at zero
+    close(apart.tril(), torch.zeros(()), "fold minus bias")  # products of up to some 100 terms
+
+
+def check_band(subject: Subject) -> None:
+    """`band`, where there is one, holds every key that `mask` shows"""
+    scheme = subject.scheme()
+    if scheme.band is None:
+        return
+    assert scheme.overrides("mask"), "`band` needs `mask`: it hides nothing itself"
+    sinks, window = scheme.band
+    n = subject.length(sinks + window + 5)
+    pos = scheme.positions(n, 0, None)
+    allowed = scheme.mask(pos[..., -1:], pos)  # (..., 1, S)
+    assert allowed is not None, "`mask` returns nothing although there is a band"
+    skipped = allowed[..., sinks : max(sinks, n - window)]
+    assert not skipped.any(), f"band {scheme.band} leaves out keys that `mask` shows"
+
+
 def check_paths_agree(subject: Subject) -> None:
     """every attention path equals a float64 loop over queries, in training and evaluation"""
     for n in (1, 2, 5, 37):
@@ -188,19 +235,16 @@ def check_paths_agree(subject: Subject) -> None:
 
 
 def check_long_path(subject: Subject) -> None:
-    """the path beyond the dense limit equals a float64 loop on its last queries"""
-    n = subject.length(DENSE + 77)
-    with torch.no_grad():
-        given = layer(subject.scheme(), n)
-        got = attend(*given[:4], given.pos, given.pos, given.state)
-        last = 3
-        scheme = copy.deepcopy(given.scheme).double()
-        expected, _ = block(
-            scheme, given.q[:, :, -last:].double(), given.k.double(), given.v.double(),
-            given.pos[..., -last:], given.pos,
-            None if given.state is None else given.state.double(),
-        )  # fmt: skip
-        close(got[:, :, -last:], expected, f"last queries of {n} tokens")
+    """the paths beyond the dense limit equal a float64 loop, in training and evaluation"""
+    n, last = subject.length(DENSE + 77), 3
+    given = layer(subject.scheme(), n)
+    expected = by_rows(given, last)
+    for training in (False, True):
+        with torch.set_grad_enabled(training):
+            got = attend(*given[:4], given.pos, given.pos, given.state)[:, :, -last:]
+        path = choose_path(given.scheme, n, n, training)
+        tolerance = FOLD_TOLERANCE if path == "folded" else TOLERANCE
+        close(got, expected, f"last queries of {n} tokens, {path}", tolerance)
 
 
 def check_causal(subject: Subject) -> None:
@@ -329,12 +373,13 @@ def check_long_lengths(subject: Subject) -> None:
             assert model(tokens(n)).isfinite().all(), f"logits of {n} tokens are not finite"
     if scheme.max_len is None:
         with torch.no_grad():
-            given = layer(scheme, 8192)
-            out = attend(
-                scheme, given.q[:1], given.k[:1], given.v[:1], given.pos, given.pos,
-                None if given.state is None else given.state[:1],
+            given, last = layer(scheme, 8192), 256
+            out = attend(  # the last queries: those before them have nothing that is longer
+                scheme, given.q[:, :, -last:], given.k, given.v, given.pos[..., -last:], given.pos,
+                given.state,
             )  # fmt: skip
         assert out.isfinite().all(), "attention over 8192 tokens is not finite"
+        close(out[:, :, -2:], by_rows(given, 2), "last queries of 8192 tokens")
 
 
 def _refusal(model: Transformer, n: int) -> str:
@@ -349,6 +394,8 @@ def _refusal(model: Transformer, n: int) -> str:
 CHECKS = (
     check_documented,
     check_shapes,
+    check_fold,
+    check_band,
     check_paths_agree,
     check_long_path,
     check_causal,

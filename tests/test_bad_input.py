@@ -414,12 +414,22 @@ def test_weights_of_another_shape(damaged: Callable[..., Path]) -> None:
     assert "train the run again" in line
 
 
-def test_code_of_strangers_is_not_run(damaged: Callable[..., Path]) -> None:
+@pytest.mark.parametrize(
+    "target",
+    [
+        "evil.Rope",
+        "posx.runs.write_text",  # of posx, but no scheme
+        "posx.schemes.rotary.copy.deepcopy",  # reached through a module of posx
+    ],
+)
+def test_code_of_strangers_is_not_run(damaged: Callable[..., Path], target: str) -> None:
     def plant(file: Path) -> None:
-        file.write_text(file.read_text().replace("posx.schemes.rotary.Rope", "evil.Rope"))
+        file.write_text(file.read_text().replace("posx.schemes.rotary.Rope", target))
 
     folder = damaged("config.yaml", plant)
-    assert "--trust evil" in refused(folder, "eval", "scheme=rope", "--again")
+    line = refused(folder, "eval", "scheme=rope", "--again")
+    assert f"names {target}, which is no scheme or task of posx" in line
+    assert f"--trust {target.split('.')[0]}" in line
 
 
 def test_beyond_the_table_is_a_row_and_no_error(posx: Posx, tmp_path: Path, trained: Path) -> None:

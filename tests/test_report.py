@@ -16,8 +16,8 @@ from rich.console import Console
 from posx import plot, render, report, stats, summary
 from posx.collect import METRICS, collect
 from posx.errors import UserError
-from posx.grids import CAVEAT, LEGEND, SUMMARY_LEGEND
-from posx.runs import EVAL_COLUMNS, SCHEMA, TRAIN_COLUMNS, Run, folder_of
+from posx.grids import CAVEAT, LEGEND, SUMMARY_LEGEND, loose_ends
+from posx.runs import EVAL_COLUMNS, SCHEMA, TRAIN_COLUMNS, Run, find, folder_of
 
 LONG = "hard_alibi scheme.window=16 scheme.a_very_long_parameter_name_of_a_user=0.125"
 LENGTHS = (64, 72, 96, 128, 256, 512)
@@ -31,6 +31,7 @@ def eval_row(scheme, length, acc, *, task="copy", seed=0, extension="none", trai
     row = dict.fromkeys(EVAL_COLUMNS, math.nan)
     row |= {"scheme": scheme, "extension": extension, "task": task, "seed": seed}
     row |= {"train_len": 64, "length": length, "items": items, "sequences": SEQUENCES}
+    row |= {"eval_seed": 0}
     row |= {"computes": computes, "status": "ok" if computes else "out_of_range"}
     row |= {"reason": None if computes else "a table of 64 rows", "chance": chance}
     row["verdict"] = "cannot"
@@ -719,3 +720,25 @@ def test_a_plot_of_nothing(tmp_path):
     make_run(tmp_path, "cope", {}, status="running")
     with pytest.raises(UserError, match="nothing to draw"):
         printed(tmp_path, 80, plot=tmp_path / "curves.png")
+
+
+def test_one_configuration_is_one_row_however_its_command_was_written(tmp_path):
+    """The second command spells out a default, so its label is longer; the group is the same."""
+    for seed, label in enumerate(("rope", "rope scheme.base=10000")):
+        make_run(tmp_path, "rope", {64: 1.0, 128: 0.5}, seed=seed, group="one", label=label)
+    data = collect(find(tmp_path)[0], tmp_path)
+    table = summary.summarise(data.rows, data.runs)
+    assert list(table["label"]) == ["rope"]
+    assert list(table["n_started"]) == [2]
+
+
+def test_cells_of_other_sequences_are_said(tmp_path):
+    for seed in (0, 1):
+        run = make_run(tmp_path, "rope", {64: 1.0, 128: 0.5}, seed=seed)
+    data = collect(find(tmp_path)[0], tmp_path)
+    assert loose_ends(data) == []
+    table = run.table("eval")
+    table.loc[table["length"] == 128, "eval_seed"] = 1
+    run.write_table("eval", table)
+    (sentence,) = loose_ends(collect(find(tmp_path)[0], tmp_path))
+    assert sentence.startswith("copy at 128 tokens: not all cells are of the same sequences")

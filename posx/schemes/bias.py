@@ -44,7 +44,7 @@ class Alibi(Scheme):
         self.register_buffer("slopes", slopes, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Let the slopes follow the model to another device and to float64, never to half precision.
+        """Let the slopes follow the model to a device and to float64, but not to half precision.
 
         Slopes cast to bfloat16 move a bias at distance 8192 by up to 0.6 with 12 heads.
         """
