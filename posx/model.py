@@ -107,9 +107,15 @@ class Transformer(nn.Module):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Weight | law: embedding N(0, 1/E), scaled by sqrt(E) at the input; matrices N(0,
-        init_std^2), those that write to the residual stream / sqrt(2 n_layers); biases 0; norms 1.
-        What belongs to a scheme was initialised by the scheme."""
+        """Draw the weights, by these laws.
+
+            embedding            N(0, 1 / E), and scaled by sqrt(E) at the input
+            matrices             N(0, init_std^2)
+            to the residual      N(0, init_std^2 / (2 n_layers)): attention.out and down
+            biases, norms        0 and 1
+
+        What belongs to a scheme was initialised by the scheme.
+        """
         std = self.config.init_std
         nn.init.normal_(self.embedding, std=self.config.d_model**-0.5)
         if self.head is not None:
