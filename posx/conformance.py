@@ -11,6 +11,7 @@ import pickle
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ MODEL = ModelConfig(
 VOCAB = Vocab(base=7, digits=2)
 # float32 sums of at most a few hundred terms of order 1 differ by a few 1e-6 between orders.
 TOLERANCE = 1e-5
-FOLD_TOLERANCE = 5e-5  # a folded bias of up to 300 at 1100 tokens is rounded in the dot product
+# A bias of up to 300 at 1100 tokens is rounded by 1.5e-5, and once more in a folded dot product.
+LONG_TOLERANCE, FOLD_TOLERANCE = 2e-5, 5e-5
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ def run(subject: Subject) -> list[Result]:
         torch.set_num_threads(threads)
 
 
-def _result(check: Callable[[Subject], None], subject: Subject) -> Result:
+def _result(check: FunctionType, subject: Subject) -> Result:
     name = check.__name__.removeprefix("check_").replace("_", " ")
     try:
         check(subject)
@@ -149,7 +151,7 @@ def by_rows(given: Layer, last: int | None = None) -> Tensor:
     q, k, v = given.q.double(), given.k.double(), given.v.double()
     state = None if given.state is None else given.state.double()
     n, rows = q.shape[2], []
-    for t in range(0 if last is None else n - last, n):
+    for t in range(0 if last is None else max(0, n - last), n):
         here, seen = slice(t, t + 1), slice(0, t + 1)
         out, _ = block(
             scheme, q[:, :, here], k[:, :, seen], v[:, :, seen], given.pos[..., here],
@@ -236,14 +238,14 @@ def check_paths_agree(subject: Subject) -> None:
 
 def check_long_path(subject: Subject) -> None:
     """the paths beyond the dense limit equal a float64 loop, in training and evaluation"""
-    n, last = subject.length(DENSE + 77), 3
+    n, last = subject.length(DENSE + 77), 64
     given = layer(subject.scheme(), n)
     expected = by_rows(given, last)
     for training in (False, True):
         with torch.set_grad_enabled(training):
             got = attend(*given[:4], given.pos, given.pos, given.state)[:, :, -last:]
         path = choose_path(given.scheme, n, n, training)
-        tolerance = FOLD_TOLERANCE if path == "folded" else TOLERANCE
+        tolerance = FOLD_TOLERANCE if path == "folded" else LONG_TOLERANCE
         close(got, expected, f"last queries of {n} tokens, {path}", tolerance)
 
 
@@ -379,7 +381,8 @@ def check_long_lengths(subject: Subject) -> None:
                 given.state,
             )  # fmt: skip
         assert out.isfinite().all(), "attention over 8192 tokens is not finite"
-        close(out[:, :, -2:], by_rows(given, 2), "last queries of 8192 tokens")
+        # a bias of some thousands is rounded to 1e-4, a wrong one is off by 0.1 and more
+        close(out[:, :, -2:], by_rows(given, 2), "last queries of 8192 tokens", 1e-3)
 
 
 def _refusal(model: Transformer, n: int) -> str:

@@ -56,8 +56,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalise(x: Tensor) -> Tensor:
-    """Move the singular values of each matrix towards 1, by a Newton-Schulz iteration. (N, R,
-    C)."""
+    """Move the singular values of each matrix towards 1, by a Newton-Schulz iteration.
+
+    (N, R, C) -> (N, R, C).
+    """
     a, b, c = COEFFICIENTS
     wide = x.mT if x.shape[1] > x.shape[2] else x
     wide = wide / (wide.norm(dim=(1, 2), keepdim=True) + 1e-7)

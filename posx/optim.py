@@ -39,8 +39,7 @@ def make_optimizers(config: OptimConfig, model: Transformer) -> list[Optimizer]:
 
 
 def block_matrices(model: Transformer) -> list[Tensor]:
-    """The weights of the linear layers inside the blocks; a scheme's parameters are not among
-    them."""
+    """The weights of the linear layers inside the blocks, without a scheme's parameters."""
     return [
         linear.weight
         for block in model.layers

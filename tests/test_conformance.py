@@ -10,6 +10,8 @@ from torch import Tensor
 from posx import build, catalog, conformance
 from posx.conformance import CHECKS, Subject
 from posx.schemes.base import Scheme, Site
+from posx.schemes.bias import Alibi
+from posx.schemes.mask import Window
 
 SCHEMES = catalog.files("scheme")
 
@@ -87,31 +89,226 @@ class HalfPositions(Scheme):
         return x  # promises a limit and does not keep it
 
 
-BROKEN = {
-    Leaks: "check_causal",
-    WrongOffset: "check_cached_decoding",
-    NotRelative: "check_shift",
-    DeadParameter: "check_gradients",
-    CountsBatch: "check_batch_rows_independent",
-    ForgetsItself: "check_deterministic",
-    HalfPositions: "check_long_lengths",
-}
+class NoHeads(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def distance_bias(self, d: Tensor) -> Tensor:
+        return -d.float()[None]  # one for all heads
 
 
-@pytest.mark.parametrize(("broken", "check"), BROKEN.items(), ids=lambda value: str(value))
-def test_broken_scheme_is_caught(broken: type[Scheme], check: str) -> None:
-    failed = {
-        f"check_{result.check.replace(' ', '_')}"
-        for result in conformance.run(Subject("broken", broken, "Broken: a mutant"))
-        if not result.passed
-    }
-    assert check in failed
+class FoldAlone(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def fold(self, pos: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        key = pos.float().view(1, 1, -1, 1).expand(1, self.site.n_heads, -1, -1)
+        return torch.ones_like(key), key  # evaluation has no bias
+
+
+class FoldDiffers(FoldAlone):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def distance_bias(self, d: Tensor) -> Tensor:
+        return -d.float().expand(self.site.n_heads, *d.shape)  # the fold forgets sqrt(D)
+
+
+class Bonus(Alibi):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def distance_bias(self, d: Tensor) -> Tensor:
+        return -super().distance_bias(d)  # the sign of the slope in one of the two forms
+
+
+class BandAlone(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    band = (0, 5)  # nothing hides the other keys
+
+
+class NarrowBand(Window):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def __init__(self, site: Site, window: int = 9) -> None:
+        super().__init__(site, window)
+        self.band = (0, window - 1)  # the mask shows one key more
+
+
+class ForgottenSink(Window):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def mask(self, i: Tensor, j: Tensor) -> Tensor | None:
+        near = super().mask(i, j)
+        assert near is not None
+        return near | (j[..., None, :] < 1).unsqueeze(-3)  # the band has no sink
+
+
+class RowsOfABlock(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def scores(
+        self, z: Tensor, q: Tensor, k: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+    ) -> Tensor:
+        row = torch.arange(z.shape[2])[:, None]  # in the block, not in the sequence
+        return z * (1 + row / 10) if z.shape[3] > 1000 else z
+
+
+class CountsLaterKeys(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def scores(
+        self, z: Tensor, q: Tensor, k: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+    ) -> Tensor:
+        # contextual positions: gates summed from key j to the query, and here on to the last key
+        count = z.sigmoid().flip(-1).cumsum(-1).flip(-1)
+        return z - count.log1p()
+
+
+class DividesByLength(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def embed(self, x: Tensor, pos: Tensor) -> Tensor:
+        return x * (1 + pos[:, None] / len(pos))  # and does not say length_dependent
+
+
+class FloatOnly(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def embed(self, x: Tensor, pos: Tensor) -> Tensor:
+        return x @ torch.eye(x.shape[-1])  # whatever the number type of the model
+
+
+class Unsaved(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.table = torch.randn(site.d_model)  # random, and in no state dict
+
+    def embed(self, x: Tensor, pos: Tensor) -> Tensor:
+        return x + self.table.to(x)
 
 
 class Undocumented(Scheme):
     """No source at all."""
 
 
-def test_a_scheme_without_a_source_is_caught() -> None:
-    results = conformance.run(Subject("undocumented", Undocumented, "Undocumented: a mutant"))
-    assert [result.check for result in results if not result.passed] == ["documented"]
+BROKEN = {
+    Undocumented: "documented",
+    NoHeads: "shapes",
+    FoldAlone: "fold",
+    FoldDiffers: "fold",
+    Bonus: "fold",
+    BandAlone: "band",
+    ForgottenSink: "band",
+    NarrowBand: "paths_agree",
+    partial(NarrowBand, window=50): "long_path",
+    RowsOfABlock: "long_path",
+    Leaks: "causal",
+    CountsLaterKeys: "causal",
+    DividesByLength: "prefix",
+    WrongOffset: "cached_decoding",
+    NotRelative: "shift",
+    CountsBatch: "batch_rows_independent",
+    ForgetsItself: "deterministic",
+    DeadParameter: "gradients",
+    FloatOnly: "half_precision",
+    Unsaved: "round_trips",
+    HalfPositions: "long_lengths",
+}
+
+
+def failures(make: Callable[[Site], Scheme]) -> set[str]:
+    """The checks that a scheme does not pass."""
+    results = conformance.run(Subject("mine", make, "Mine: a scheme of a test"))
+    return {result.check.replace(" ", "_") for result in results if not result.passed}
+
+
+@pytest.mark.parametrize(
+    ("broken", "check"), BROKEN.items(), ids=lambda part: getattr(part, "__name__", str(part))
+)
+def test_broken_scheme_is_caught(broken: Callable[[Site], Scheme], check: str) -> None:
+    assert check in failures(broken)
+
+
+def test_every_check_catches_something() -> None:
+    assert {f"check_{check}" for check in BROKEN.values()} == {check.__name__ for check in CHECKS}
+
+
+@pytest.mark.parametrize("alone", [Undocumented, BandAlone, FoldAlone, DeadParameter, Unsaved])
+def test_one_mistake_fails_one_check(alone: type[Scheme]) -> None:
+    assert failures(alone) - {"long_path"} == {BROKEN[alone]}  # the fold's path, too
+
+
+class Gated(Scheme):
+    """Keys fade by the forget gates between them and the query: sum of log f_l, j < l <= i.
+
+    After Lin et al. 2025 (arXiv:2503.02130). The one scheme here that has a state, and a fold that
+    depends on it.
+    """
+
+    enters = "score"
+    relative = True
+
+    def __init__(self, site: Site) -> None:
+        super().__init__(site)
+        self.gate = torch.nn.Linear(site.d_model, site.n_heads)
+        torch.nn.init.constant_(self.gate.bias, 4.0)
+
+    def prepare(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return q, k, v, torch.nn.functional.logsigmoid(self.gate(x))  # (B, T, H)
+
+    def scores(
+        self, z: Tensor, q: Tensor, k: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+    ) -> Tensor:
+        total = self._total(state)  # (B, H, S)
+        return z + total[:, :, -z.shape[2] :, None] - total[:, :, None]
+
+    def fold(self, pos: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        key = -self._total(state)[..., None] * self.site.d_head**0.5  # (B, H, T, 1)
+        return torch.ones_like(key), key
+
+    def _total(self, state: Tensor | None) -> Tensor:
+        assert state is not None
+        wide = torch.promote_types(state.dtype, torch.float32)
+        return state.cumsum(1, dtype=wide).transpose(1, 2)
+
+
+def test_a_scheme_with_a_state_and_a_fold_passes() -> None:
+    assert failures(Gated) == set()
+
+
+class Favours(Alibi):
+    """ALiBi with the wrong sign in both of its forms: arXiv:0000.00000."""
+
+    def distance_bias(self, d: Tensor) -> Tensor:
+        return -super().distance_bias(d)
+
+    def fold(self, pos: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        query, key = super().fold(pos, state)
+        return -query, key
+
+
+def test_a_wrong_formula_is_not_caught() -> None:
+    """Conformance knows no paper: a scheme that favours distant keys is sound. That the signs are
+    those of the papers rests on the golden values alone (tests/golden, test_schemes.py)."""
+    assert failures(Favours) == set()
+
+
+def test_checks_run_on_one_thread_and_leave_the_number_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = []
+
+    def check_threads(subject: Subject) -> None:
+        """sees the number of threads"""
+        seen.append(torch.get_num_threads())
+
+    monkeypatch.setattr(conformance, "CHECKS", (check_threads,))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        conformance.run(subject("nope"))
+        assert (seen, torch.get_num_threads()) == ([1], 2)
+    finally:
+        torch.set_num_threads(before)

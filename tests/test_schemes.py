@@ -438,6 +438,22 @@ def test_distance_bias_takes_any_shape(scheme):
     assert half.dtype == torch.float32
 
 
+@pytest.mark.parametrize("scheme", [Alibi(SITE), T5(SITE)], ids=["alibi", "t5"])
+def test_distance_bias_has_the_precision_of_the_model_and_at_least_float32(scheme):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        got = copy.deepcopy(scheme).to(dtype).distance_bias(torch.arange(S))
+        assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+
+
+def test_alibi_in_float64_is_exact():
+    n_heads, d = 12, torch.tensor([0, 1, 2, 8192])
+    scheme = Alibi(Site(96, n_heads, 8, 16)).bfloat16().double()
+    want = -torch.tensor(alibi_slopes(n_heads), dtype=torch.float64)[:, None] * d
+    assert torch.equal(scheme.distance_bias(d), want)
+    extra_q, extra_k = scheme.fold(d, None)
+    assert extra_q.dtype == extra_k.dtype == torch.float64
+
+
 def test_alibi_formula_and_precision():
     n_heads, d = 12, torch.tensor([0, 1, 2, 8192])
     scheme = Alibi(Site(96, n_heads, 8, 16))

@@ -18,8 +18,11 @@ from posx.schemes.base import Scheme, Site
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """2^(-8h / H) for h = 1 .. H. When H is no power of two: the slopes of the power below it, then
-    every other slope of the power above, in the authors' order."""
+    """2^(-8h / H) for h = 1 .. H.
+
+    When H is no power of two: the slopes of the power below it, then every other slope of the
+    power above, in the authors' order.
+    """
     below = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * h / below) for h in range(1, below + 1)]
     between = [2 ** (-8 * h / (2 * below)) for h in range(1, 2 * below, 2)]

@@ -145,8 +145,8 @@ def pi(scheme: Rope, length: int, *, factor: float | None = None) -> Rope:
 
 
 def ntk(scheme: Rope, length: int, *, factor: float | None = None) -> Rope:
-    """NTK-aware scaling: a larger base, so that the slowest pair is divided by the factor (None:
-    length / train_len) and the fastest keeps its frequency.
+    """NTK-aware scaling: a larger base, which divides the frequency of the slowest pair by the
+    factor (None: length / train_len) and keeps that of the fastest.
 
     bloc97 2023; in Peng et al. 2023 (arXiv:2309.00071).
     """

@@ -19,8 +19,7 @@ N_SPECIAL = 3
 
 @dataclass(frozen=True)
 class Vocab:
-    """`base ** digits` symbols, each written with `digits` digits of base `base`, plus BOS, SEP,
-    EOS.
+    """`base ** digits` symbols, written with `digits` digits each, and BOS, SEP, EOS.
 
     One digit is the ordinary vocabulary, one embedding row a symbol. With more, the model adds one
     embedding a digit and predicts the digits independently, so no matrix has the size of the

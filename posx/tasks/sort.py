@@ -40,8 +40,10 @@ class Sort(Task):
         return x + start[:, None]
 
     def widths(self, uniform: Tensor, n: int) -> Tensor:
-        """Window widths from numbers uniform in [0, 1): log-uniform in [n, vocab.size]. (B,) ->
-        (B,)."""
+        """Window widths, log-uniform in [n, vocab.size], from numbers uniform in [0, 1).
+
+        (B,) -> (B,).
+        """
         least = min(n, self.vocab.size)
         return (least * (uniform * math.log(self.vocab.size / least)).exp()).long()
 
