@@ -118,8 +118,7 @@ def make_model(config: Config, task: Task, parent: Run | None = None) -> Transfo
 
     Raises:
         UserError: the scheme's table is shorter than the training sequences, or the parent's
-        weights
-            do not fit.
+            weights do not fit.
     """
     train_len = config.init_len if config.extension and config.init_len else config.train_len
     scheme = partial(make_scheme, config.scheme)

@@ -40,8 +40,7 @@ def plan(
 
     Raises:
         UserError: the run cannot be rebuilt, its task cannot make a length, or an extension does
-        not
-            apply to its scheme.
+            not apply to its scheme.
     """
     config = loads(run.config_text(), str(run.folder))
     build.check_trust(config, trusted)
