@@ -159,7 +159,7 @@ def _compute(
                 if not logits.isfinite().all():
                     return {"status": "non_finite", "reason": "some logits are not finite"}
                 right.append(metrics.right(logits, digits).cpu())  # (B, n + 1)
-                losses.append(metrics.loss(logits.float(), digits).item() * len(tokens))
+                losses.append(metrics.loss(logits, digits).item() * len(tokens))
                 if (seconds := time.perf_counter() - started) > budget.max_seconds:
                     done = sum(len(part) for part in right)
                     return {

@@ -6,11 +6,13 @@ from torch import Tensor
 
 
 def loss(logits: Tensor, digits: Tensor) -> Tensor:
-    """Cross entropy in nats a token, summed over the digits of a token, mean over tokens.
+    """Cross entropy in nats a token, summed over the digits of a token, mean over tokens; at least in
+    float32.
 
     logits: (B, n, digits, rows); digits: (B, n, digits) -> scalar.
     """
-    return F.cross_entropy(logits.flatten(0, 2), digits.flatten()) * digits.shape[-1]
+    exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(exact.flatten(0, 2), digits.flatten()) * digits.shape[-1]
 
 
 def right(logits: Tensor, digits: Tensor) -> Tensor:

@@ -222,7 +222,7 @@ def _step(
     """One optimizer step; returns the loss and the gradient norm before clipping."""
     with precision(DTYPES[config.dtype], model.embedding.device):
         logits, digits = model.answer(batch, random)
-    loss = metrics.loss(logits.float(), digits)
+    loss = metrics.loss(logits, digits)
     for optimizer in optimizers:
         optimizer.zero_grad()
     loss.backward()
