@@ -6,8 +6,8 @@ from torch import Tensor
 
 
 def loss(logits: Tensor, digits: Tensor) -> Tensor:
-    """Cross entropy in nats a token, summed over the digits of a token, mean over tokens; at least in
-    float32.
+    """Cross entropy in nats a token, summed over the digits of a token, mean over tokens; taken in
+    at least float32.
 
     logits: (B, n, digits, rows); digits: (B, n, digits) -> scalar.
     """
