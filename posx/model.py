@@ -1,8 +1,8 @@
 """The tiny causal Transformer, whole, in reading order.
 
 Pre-norm, after Vaswani et al. 2017 (arXiv:1706.03762) and GPT-2. What differs serves learning in
-seconds on a CPU: a larger initial scale, and an output head that shares the embedding through one
-projection (results/recipe has the comparison). Position enters through the scheme alone.
+seconds on a CPU: an output head that shares the embedding through one projection (results/recipe
+has the comparison), and symbols of several digits. Position enters through the scheme alone.
 """
 
 import math
