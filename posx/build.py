@@ -179,7 +179,10 @@ def load_weights(model: Transformer, run: Run) -> None:
 
 def load_plain(path: Path) -> dict[str, Any]:
     """A yaml of the catalogue as a plain dict."""
-    node = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    try:
+        node = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except Exception as error:  # YAML parsers raise many classes
+        raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(node, dict):
         raise UserError(f"{path} is not a mapping of keys")
     return {str(key): value for key, value in node.items()}

@@ -27,6 +27,8 @@ class Group(TyperGroup):
         except OSError as error:
             if error.errno != errno.ENOSPC:
                 raise
+            # What is still buffered goes nowhere, or the interpreter's own flush would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = _refuse(f"cannot write the output ({error.strerror})", 1)
         except Exception as error:
             if not hasattr(error, "format_message"):  # what Typer's and Click's own have in common

@@ -71,7 +71,7 @@ def evaluate(
         say(f"posx: {text}")
     if broken:
         raise RunFailed(f"{len(broken)} of {len(plans)} runs could not be evaluated")
-    say(f"{done} of {len(plans)} runs are evaluated as asked; compare them with `posx report`")
+    say(f"{done} of {len(chosen)} runs are evaluated as asked; compare them with `posx report`")
 
 
 def report(words: list[str], results: Path, **options: Any) -> None:

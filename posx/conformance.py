@@ -168,7 +168,8 @@ def check_documented(subject: Subject) -> None:
     """a card, a docstring with a source, and a known place where position enters"""
     text = inspect.getdoc(type(subject.scheme())) or ""
     assert subject.card, "the yaml has no card: start it with `# Name: one sentence (source)`"
-    assert re.search(r"arXiv:|doi:|https?://", text), "the docstring names no source (arXiv:...)"
+    found = re.search(r"arXiv:|doi:|https?://", text)
+    assert found, "the docstring names no source (arXiv:..., doi:... or a link)"
     assert type(subject.scheme()).enters in PLACES, f"`enters` is none of {', '.join(PLACES)}"
 
 

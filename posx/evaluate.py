@@ -3,7 +3,7 @@
 Each cell is written as soon as it is there, so an interrupted evaluation loses at most one.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -79,7 +79,11 @@ def fill(plan: Plan, budget: Budget, again: bool) -> bool:
             return False
         table = run.table("eval")
         task = build.make_task(config)
-        missing = [cell for cell in plan.cells if again or not _has(table, *cell, task, budget)]
+        missing = [
+            cell
+            for cell in plan.cells
+            if again or not _has(table, *cell, task, _asked(plan, *cell, budget))
+        ]
         if not missing:
             return True
         record = run.record()
@@ -92,7 +96,8 @@ def fill(plan: Plan, budget: Budget, again: bool) -> bool:
             for done, (extension, length) in enumerate(missing):
                 name = _name(extension)
                 bar.update(done, f"{length} tokens" + ("" if extension is None else f" {name}"))
-                cell = measure(model, task, config, length, budget, extension, record["steps"])
+                asked = _asked(plan, extension, length, budget)
+                cell = measure(model, task, config, length, asked, extension, record["steps"])
                 row = {
                     "scheme": config.scheme_name,
                     "extension": name,
@@ -114,6 +119,14 @@ def fill(plan: Plan, budget: Budget, again: bool) -> bool:
             "tokens were drawn in training too"
         )
     return True
+
+
+def _asked(plan: Plan, extension: Extension | None, length: int, budget: Budget) -> Budget:
+    """The budget of a cell: the training length has its full number of sequences, as a quick look
+    at it cannot tell whether a run is trained."""
+    if extension is None and length == plan.config.train_len:
+        return replace(budget, sequences=None)
+    return budget
 
 
 def _device(config: Config) -> torch.device:
@@ -160,7 +173,7 @@ def _has(
         return row["seconds"] >= budget.max_seconds
     if row["status"] != "ok":
         return row["status"] not in ("over_memory", "error")
-    if row["sequences"] != n_sequences(task, length, budget):
+    if row["sequences"] < n_sequences(task, length, budget):
         return False
     return not (budget.generate and pd.isna(row["generated_acc"]))
 

@@ -26,6 +26,7 @@ SUMMARY_LEGEND = (
     "summary: over the seeds that learned train_len; rows by AULC, then by name",
     "computes to: longest length up to which every seed computes, learned or not",
     "performs to: longest length up to which all is P; also of the worst seed",
+    "these, effective length and AULC are as fine as the lengths that were evaluated",
     f"effective length: where token accuracy falls through {stats.EFFECTIVE:g}",
     "factor: performs to / train_len; also of the worst seed",
     f"AULC: mean of max(skill, 0) over log2(length / train_len) in [0, {stats.AULC_OCTAVES:g}]",

@@ -90,7 +90,7 @@ def _train_one(node: DictConfig) -> dict[str, Any] | None:
     if config.init_len is not None:
         raise UserError("init_len follows from init=RUN: leave it out")
     if config.init is not None:
-        parent, config = _parent(config)
+        parent, config = _parent(config, _overrides())
         record = parent.record()
         label += f" init={record['label']}@{record['train_len']}"
     run = Run(
@@ -145,7 +145,7 @@ def _label(scheme: str, overrides: list[str]) -> str:
     return " ".join([scheme, *sorted(kept)])
 
 
-def _parent(config: Config) -> tuple[Run, Config]:
+def _parent(config: Config, typed: list[str]) -> tuple[Run, Config]:
     """The finished run that `init` names, and the config with its hash in place of its path."""
     parent = Run(Path(str(config.init)).absolute())
     try:
@@ -167,6 +167,13 @@ def _parent(config: Config) -> tuple[Run, Config]:
             f"init={config.init} has another model or task: give the same model=, model.* and "
             "task.* keys as there"
         )
+    given = {word.partition("=")[0].lstrip("+") for word in typed}
+    for key, value in old.scheme.items():
+        if config.scheme.get(key) != value and f"scheme.{key}" not in given:
+            raise UserError(
+                f"init={config.init} has scheme.{key}={value}, here it would be "
+                f"{config.scheme.get(key)}: give scheme.{key}=... to say which you want"
+            )
     if old.extension is not None:
         raise UserError(
             f"init={config.init} was itself trained under extension={old.extension['name']}: "

@@ -47,5 +47,7 @@ def test_other_evaluation_sequences_are_another_cell(posx: Posx, tmp_path: Path)
     posx("eval", "--lengths", "24")  # without a number of sequences: the full evaluation
     assert (pd.read_csv(path)["sequences"] > 3).all()
     posx(*words)
+    assert (pd.read_csv(path)["sequences"] > 3).all()  # a quick look replaces nothing better
+    posx(*words, "--again")
     third = pd.read_csv(path)
     assert list(third["loss"]) == list(first["loss"])

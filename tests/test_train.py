@@ -272,6 +272,15 @@ def test_parents_that_do_not_fit_are_refused(
     assert sentence in run_posx(tmp_path, *given, code=2).stderr
 
 
+def test_scheme_parameters_of_the_parent_are_not_lost_silently(posx: Posx, tmp_path: Path) -> None:
+    posx("train", "scheme.base=500", *QUICK)
+    words = ("train", f"init={only_run(tmp_path)}", *QUICK, "train_len=24")
+    refused = posx(*words, code=2).stderr
+    assert "has scheme.base=500.0, here it would be 10000.0: give scheme.base=..." in refused
+    posx(*words, "scheme.base=500")
+    posx(*words, "scheme.base=10000")  # said, so meant
+
+
 def test_a_table_shorter_than_training_is_refused_before_the_start(
     posx: Posx, tmp_path: Path
 ) -> None:
