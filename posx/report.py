@@ -46,6 +46,8 @@ def report(
     one_of("format", fmt, FORMATS)
     data = collect(runs, results_dir, tasks, schemes)
     _check_values(data, metric)
+    if data.rows.empty:
+        say("none of these runs is evaluated yet: `posx eval` does it")
     if fmt in LONG_FORMATS:
         for reason in data.left_out:
             say(f"posx: left out: {reason}")

@@ -269,9 +269,10 @@ def test_runs_without_evaluation_are_counted(results):
 
 
 @pytest.mark.parametrize("fmt", report.FORMATS)
-def test_only_runs_without_evaluation(tmp_path, fmt):
+def test_only_runs_without_evaluation(tmp_path, fmt, capsys):
     make_run(tmp_path, "cope", {}, status="running", converged=None)
     assert "cope" in exported(tmp_path, fmt)
+    assert "none of these runs is evaluated yet: `posx eval` does it" in capsys.readouterr().err
 
 
 # -- the printed tables --------------------------------------------------------------------------
