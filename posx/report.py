@@ -46,8 +46,6 @@ def report(
     one_of("format", fmt, FORMATS)
     data = collect(runs, results_dir, tasks, schemes)
     _check_values(data, metric)
-    if data.rows.empty:
-        say("none of these runs is evaluated yet: `posx eval` does it")
     if fmt in LONG_FORMATS:
         for reason in data.left_out:
             say(f"posx: left out: {reason}")
@@ -55,16 +53,22 @@ def report(
     if plot is not None:
         draw(data.rows, plot, metric)
         written.append(plot)
-    if fmt == "table" and output is None:
-        render(data, metric, console)
-        return written
-    text = rendered(data, metric, console.width) if fmt == "table" else export(data, metric, fmt)
-    if output is None:
-        console.file.write(encodable(text, console.encoding))
-    else:
+    if output is not None:
+        text = _text(data, metric, fmt, console.width)
         write_atomic(output, lambda file: file.write(text.encode()))
         written.append(output)
+    elif fmt == "table":
+        render(data, metric, console)
+    else:
+        console.file.write(encodable(export(data, metric, fmt), console.encoding))
+    if data.rows.empty:
+        say("none of these runs is evaluated yet: `posx eval` does it")
     return written
+
+
+def _text(data: Collected, metric: str, fmt: str, width: int) -> str:
+    """What a file of this format holds."""
+    return rendered(data, metric, width) if fmt == "table" else export(data, metric, fmt)
 
 
 def _check_values(data: Collected, metric: str) -> None:
