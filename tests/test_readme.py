@@ -11,7 +11,7 @@ from posx.cli import app
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = get_command(app).commands  # type: ignore[attr-defined]
+COMMANDS = get_command(app).commands
 
 
 def commands() -> list[list[str]]:
