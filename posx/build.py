@@ -1,5 +1,6 @@
 """From a config to objects: the only place that instantiates what a yaml names."""
 
+import copy
 import inspect
 import logging
 import typing
@@ -18,7 +19,7 @@ from posx.config import Config
 from posx.errors import UserError
 from posx.model import Transformer
 from posx.runs import Run
-from posx.schemes.base import Scheme, Site
+from posx.schemes.base import Maker, Scheme, Site
 from posx.tasks.base import Task
 
 # The types that a key of a yaml may have, in the user's words.
@@ -36,7 +37,8 @@ class Extension:
     """A training-free change of a trained scheme at one evaluation length, with its parameters
     bound.
 
-    The annotation of the function's first parameter says which schemes it changes.
+    The annotation of the function's first parameter says which schemes it changes, be it the whole
+    scheme or one that another is built around.
     """
 
     name: str
@@ -44,11 +46,17 @@ class Extension:
     parameters: dict[str, Any]
 
     def __call__(self, scheme: Scheme, length: int) -> Scheme:
-        self.check(type(scheme))
-        try:
-            return self.function(scheme, length, **self.parameters)
-        except TypeError as error:
-            raise UserError(f"extension {self.name}: {error}") from None
+        """A changed copy of the scheme; a plain copy where there is nothing to change."""
+        if isinstance(scheme, self.kind):
+            try:
+                return self.function(scheme, length, **self.parameters)
+            except TypeError as error:
+                raise UserError(f"extension {self.name}: {error}") from None
+        changed = copy.deepcopy(scheme)
+        for name, part in scheme.named_children():
+            if isinstance(part, Scheme):
+                setattr(changed, name, self(part, length))
+        return changed
 
     @property
     def kind(self) -> type[Scheme]:
@@ -56,16 +64,19 @@ class Extension:
         first = next(iter(inspect.signature(self.function).parameters))
         return typing.get_type_hints(self.function)[first]
 
-    def check(self, scheme: type) -> None:
+    def fits(self, node: dict[str, Any]) -> bool:
+        """Whether it changes the scheme that a resolved yaml names, or one inside it."""
+        inner = (value for value in node.values() if isinstance(value, dict))
+        found = issubclass(locate(node), self.kind)
+        return found or any(self.fits(part) for part in inner if "_target_" in part)
+
+    def check(self, node: dict[str, Any]) -> None:
         """Refuse a scheme that it does not change; those that it does are named."""
-        if not issubclass(scheme, self.kind):
-            names = [
-                name
-                for name, path in catalog.files("scheme").items()
-                if issubclass(locate(load_yaml(path)), self.kind)
-            ]
+        if not self.fits(node):
+            files = catalog.files("scheme").items()
+            names = [name for name, path in files if self.fits(load_yaml(path))]
             raise UserError(
-                f"extension {self.name} changes {self.kind.__name__}, not {scheme.__name__}: it "
+                f"extension {self.name} changes {self.kind.__name__}, not {node['name']}: it "
                 f"applies to {', '.join(names) or 'no scheme in the catalogue'}"
             )
 
@@ -76,12 +87,15 @@ def make_extension(node: dict[str, Any]) -> Extension:
     return Extension(node["name"], locate(node), parameters)
 
 
-def typed(config: Config) -> Config:
-    """The config with whole numbers written as floats where a constructor takes floats, so that
-    `scheme.base=10000` and `scheme.base=10000.0` are one run."""
+def typed(config: Config, *extra: Path) -> Config:
+    """The config with every scheme inside a scheme written out, and whole numbers as floats where a
+    constructor takes floats, so that `scheme.base=10000` and `scheme.base=10000.0` are one run.
+
+    extra: config folders of the user.
+    """
     return replace(
         config,
-        scheme=_floats(config.scheme),
+        scheme=_floats(_resolved(config.scheme, extra)),
         task=_floats(config.task),
         extension=None if config.extension is None else _floats(config.extension),
     )
@@ -90,11 +104,36 @@ def typed(config: Config) -> Config:
 def _floats(node: dict[str, Any]) -> dict[str, Any]:
     hints = _hints(locate(node))
     return {
-        key: float(value)
+        key: _floats(value)
+        if hints.get(key) == Maker
+        else float(value)
         if isinstance(value, int) and not isinstance(value, bool) and _kinds(hints, key) == {float}
         else value
         for key, value in node.items()
     }
+
+
+def _resolved(node: dict[str, Any], extra: tuple[Path | None, ...]) -> dict[str, Any]:
+    """The keys of a scheme, where it takes another scheme with that one's keys instead of its name.
+
+    Raises:
+        UserError: there is no such scheme.
+    """
+    hints = _hints(locate(node))
+    return {
+        key: _part(f"{node['name']}.{key}", value, extra) if hints.get(key) == Maker else value
+        for key, value in node.items()
+    }
+
+
+def _part(key: str, value: Any, extra: tuple[Path | None, ...]) -> dict[str, Any]:
+    """All keys of a scheme given as its name, or as {name: ..., and some keys of its own}."""
+    given = {"name": value} if isinstance(value, str) else value
+    if not isinstance(given, dict) or not isinstance(given.get("name"), str):
+        raise UserError(f"{key}={value}: must be the name of a scheme, or {{name: ..., key: ...}}")
+    if "_target_" not in given:
+        given = load_yaml(catalog.find("scheme", given["name"], *extra), *extra) | given
+    return _resolved(given, extra)
 
 
 def make_task(config: Config) -> Task:
@@ -107,7 +146,10 @@ def make_task(config: Config) -> Task:
 
 def make_scheme(node: dict[str, Any], site: Site) -> Scheme:
     """The scheme object of one site."""
-    scheme = _instantiate(node, site)
+    hints = _hints(locate(node))
+    parts = {key for key in node if hints.get(key) == Maker}
+    makers = {key: partial(make_scheme, node[key]) for key in parts}
+    scheme = _instantiate({key: node[key] for key in node if key not in parts}, site, **makers)
     if not isinstance(scheme, Scheme):
         raise UserError(f"{node['name']}: {node['_target_']} is no posx.schemes.base.Scheme")
     return scheme
@@ -188,12 +230,13 @@ def load_plain(path: Path) -> dict[str, Any]:
     return {str(key): value for key, value in node.items()}
 
 
-def load_yaml(path: Path) -> dict[str, Any]:
-    """A yaml that names a class or function, with its own name added."""
+def load_yaml(path: Path, *extra: Path | None) -> dict[str, Any]:
+    """A yaml that names a class or function, with its own name added and every scheme that it takes
+    written out. `extra` are config folders of the user."""
     node = load_plain(path)
     if "_target_" not in node:
         raise UserError(f"{path} has no _target_: name the class or function it stands for")
-    return {"name": path.stem, **node}
+    return _resolved({"name": path.stem, **node}, extra)
 
 
 def check_trust(config: Config, trusted: tuple[str, ...]) -> None:
@@ -247,12 +290,12 @@ def locate(node: dict[str, Any]) -> Any:
         ) from None
 
 
-def _instantiate(node: dict[str, Any], *arguments: Any) -> Any:
+def _instantiate(node: dict[str, Any], *arguments: Any, **more: Any) -> Any:
     """What `_target_` names, called with the arguments and the node's other keys."""
     call = {key: value for key, value in node.items() if key != "name"}
     _check_call(node["name"], locate(node), call, len(arguments))
     try:
-        return instantiate(call, *arguments)
+        return instantiate(call, *arguments, **more)
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, UserError):

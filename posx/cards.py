@@ -24,10 +24,7 @@ MAIN = {
 
 def scheme_facts(path: Path) -> dict[str, str]:
     """Family, where position enters, parameters on model=tiny, and the length limit."""
-    node = build.load_yaml(path)
-    tiny = example_model()
-    site = Site(tiny.d_model, tiny.n_heads, tiny.d_head, EXAMPLE_LEN, tiny.n_layers)
-    first = build.make_scheme(node, site)
+    tiny, first = example_model(), example(path)
     count = sum(p.numel() for p in first.parameters())
     return {
         "family": type(first).__module__.rpartition(".")[2],
@@ -35,6 +32,13 @@ def scheme_facts(path: Path) -> dict[str, str]:
         "parameters": str(count if first.shared else count * tiny.n_layers),
         "limit": "none" if first.max_len is None else f"{first.max_len} tokens",
     }
+
+
+def example(path: Path) -> Scheme:
+    """The scheme of a yaml at the first layer of model=tiny."""
+    tiny = example_model()
+    site = Site(tiny.d_model, tiny.n_heads, tiny.d_head, EXAMPLE_LEN, tiny.n_layers)
+    return build.make_scheme(build.load_yaml(path, path.parents[1]), site)
 
 
 def example_model() -> ModelConfig:
@@ -47,7 +51,7 @@ def show_name(group: str, path: Path) -> None:
     node = build.load_plain(path)
     thing = build.locate({"name": path.stem, **node}) if "_target_" in node else None
     is_scheme = inspect.isclass(thing) and issubclass(thing, Scheme)
-    facts = scheme_facts(path) | _traits(thing) if is_scheme else {}
+    facts = scheme_facts(path) | _traits(example(path)) if is_scheme else {}
     card = catalog.card(path)
     keys = path.read_text("utf-8").strip()
 
@@ -66,7 +70,7 @@ def show_name(group: str, path: Path) -> None:
     console.print(keys.partition("\n")[2] if card else keys)
 
 
-def _traits(scheme: type[Scheme]) -> dict[str, str]:
+def _traits(scheme: Scheme) -> dict[str, str]:
     hooks = [hook for hook in HOOKS if scheme.overrides(hook)]
     return {
         "hooks": ", ".join(hooks) or "none",

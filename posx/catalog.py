@@ -36,13 +36,13 @@ def card(path: Path) -> str:
     return lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
 
 
-def find(group: str, name: str, extra: Path | None = None) -> Path:
+def find(group: str, name: str, *extra: Path | None) -> Path:
     """The yaml file of a name.
 
     Raises:
         UserError: no such name; the nearest and all others are named.
     """
-    known = files(group, extra)
+    known = files(group, *extra)
     if name not in known:
         raise UserError(unknown(group, name, known))
     return known[name]

@@ -150,7 +150,7 @@ def check(word: str | None, extra: Path | None) -> None:
         known = {name: catalog.find("scheme", name, extra)}
     failed = []
     for name, path in known.items():
-        make = partial(build.make_scheme, build.load_yaml(path))
+        make = partial(build.make_scheme, build.load_yaml(path, extra))
         subject = conformance.Subject(name, make, catalog.card(path))
         make(subject.site())
         results = conformance.run(subject)

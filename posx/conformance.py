@@ -127,13 +127,20 @@ class Layer(NamedTuple):
     state: Tensor | None
 
 
+def positions(scheme: Scheme, n: int, random: torch.Generator | None = None) -> Tensor:
+    """Position ids of n tokens, of which the first is special: (n,) or (B, n)."""
+    symbols = torch.ones(B, n, dtype=torch.bool)
+    symbols[:, 0] = False
+    return scheme.positions(symbols, 0, random)
+
+
 def layer(scheme: Scheme, n: int, shift: int = 0, dtype: torch.dtype = torch.float32) -> Layer:
     """A layer of n random tokens whose positions are all moved by `shift`."""
     random = torch.Generator().manual_seed(5)
     x = torch.randn(B, n, E, generator=random).to(dtype)
     q, k, v = (torch.randn(B, H, n, D, generator=random).to(dtype) for _ in range(3))
-    pos = scheme.positions(n, 0, None) + shift
-    q, k, v, state = scheme.prepare(x, q, k, v, pos)
+    pos = positions(scheme, n) + shift
+    q, k, v, state = scheme.prepare(x, q, k, v, pos, None)
     return Layer(scheme, q, k, v, pos, state)
 
 
@@ -176,7 +183,7 @@ def check_documented(subject: Subject) -> None:
 def check_shapes(subject: Subject) -> None:
     """every hook returns the shape of its contract"""
     scheme, n = subject.scheme(), 5
-    pos = scheme.positions(n, 0, None)
+    pos = positions(scheme, n)
     assert pos.shape[-1] == n, f"positions: {tuple(pos.shape)}, expected (..., {n})"
     x = torch.zeros(B, n, E)
     assert scheme.embed(x, pos).shape == x.shape, "embed changes the shape"
@@ -219,7 +226,7 @@ def check_band(subject: Subject) -> None:
     assert scheme.overrides("mask"), "`band` needs `mask`: it hides nothing itself"
     sinks, window = scheme.band
     n = subject.length(sinks + window + 5)
-    pos = scheme.positions(n, 0, None)
+    pos = positions(scheme, n)
     allowed = scheme.mask(pos[..., -1:], pos)  # (..., 1, S)
     assert allowed is not None, "`mask` returns nothing although there is a band"
     skipped = allowed[..., sinks : max(sinks, n - window)]
@@ -248,6 +255,22 @@ def check_long_path(subject: Subject) -> None:
         path = choose_path(given.scheme, n, n, training)
         tolerance = FOLD_TOLERANCE if path == "folded" else LONG_TOLERANCE
         close(got, expected, f"last queries of {n} tokens, {path}", tolerance)
+
+
+def check_drawn_positions(subject: Subject) -> None:
+    """positions drawn in training follow the generator alone, and the model trains on them"""
+    model, n = subject.model(), subject.length(TRAIN_LEN)
+    if not model.scheme(0).overrides("positions"):
+        return
+
+    def random() -> torch.Generator:
+        return torch.Generator().manual_seed(6)
+
+    drawn, again = (positions(model.scheme(0), n, random()) for _ in range(2))
+    assert drawn.shape[-1] == n, f"drawn positions: {tuple(drawn.shape)}, expected (..., {n})"
+    assert torch.equal(drawn, again), "one generator state gives two draws"
+    logits = model(tokens(n), generator=random())
+    assert logits.isfinite().all(), "logits at drawn positions are not finite"
 
 
 def check_causal(subject: Subject) -> None:
@@ -402,6 +425,7 @@ CHECKS = (
     check_band,
     check_paths_agree,
     check_long_path,
+    check_drawn_positions,
     check_causal,
     check_prefix,
     check_cached_decoding,

@@ -57,7 +57,7 @@ def plan(
             "top of it is not defined; evaluate it without --extend"
         )
     for extension in extensions:
-        extension.check(build.locate(config.scheme))
+        extension.check(config.scheme)
     wanted = sorted({config.train_len, *wanted})
     cells: list[tuple[Extension | None, int]] = [(None, config.train_len)]
     for extension in extensions or [None]:

@@ -83,7 +83,8 @@ def _train_one(node: DictConfig) -> dict[str, Any] | None:
     from posx.train import train as train_run
 
     hydra = HydraConfig.get()
-    config = typed(from_node(node, dict(hydra.runtime.choices)))
+    sources = [Path(each.path) for each in hydra.runtime.config_sources if each.schema == "file"]
+    config = typed(from_node(node, dict(hydra.runtime.choices)), *sources)
     label = _label(config.scheme_name, _overrides())
     results = Path(node.results_dir).absolute()
     parent = None

@@ -267,7 +267,8 @@ class _Probe:
     def entropy(self) -> float:
         """Mean entropy in nats over queries at ENTROPY_BLOCKS places spread over one sequence."""
         x, pos = self.caught[0][:1], self.caught[1]
-        q, k, v, state = self.attention.project(x, pos, self.scheme)
+        pos = pos[:1] if pos.ndim == 2 else pos  # (T,) or (1, T)
+        q, k, v, state = self.attention.project(x, pos, self.scheme, None)
         n = x.shape[1]
         means = []
         for stop in torch.linspace(min(n, ENTROPY_ROWS), n, ENTROPY_BLOCKS).long().tolist():

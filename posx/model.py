@@ -34,20 +34,22 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, config.d_model, bias=False)
 
     def project(
-        self, x: Tensor, pos: Tensor, scheme: Scheme
+        self, x: Tensor, pos: Tensor, scheme: Scheme, past: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """x: (B, T, E) -> q, k, v (B, H, T, D) after the scheme's `prepare`, and its state."""
+        """x: (B, T, E) -> q, k, v (B, H, T, D) after the scheme's `prepare`, and its state.
+        `past` is the state of the tokens before them."""
         shape = (*x.shape[:2], self.n_heads, self.d_head)
         q, k, v = (
             linear(x).view(shape).transpose(1, 2) for linear in (self.query, self.key, self.val)
         )
-        return scheme.prepare(x, q, k, v, pos)
+        return scheme.prepare(x, q, k, v, pos, past)
 
     def forward(
         self, x: Tensor, pos: Tensor, scheme: Scheme, last: int, cache: Cache | None = None
     ) -> Tensor:
         """The output of the last `last` tokens. x: (B, T, E), pos: (T,) -> (B, last, E)."""
-        q, k, v, state = self.project(x, pos, scheme)
+        past = None if cache is None else cache.state
+        q, k, v, state = self.project(x, pos, scheme, past)
         key_pos = pos
         if cache is not None:
             k, v, state, key_pos = cache.append(k, v, state, pos)
@@ -170,7 +172,8 @@ class Transformer(nn.Module):
         """
         scheme = self.scheme(0)
         offset = len(caches[0]) if caches else 0
-        pos = scheme.positions(digits.shape[1], offset, generator).to(digits.device)  # (T,)
+        symbols = digits[..., 0] < self.vocab.base  # (B, T)
+        pos = scheme.positions(symbols, offset, generator)  # (T,) or (B, T)
         x = scheme.embed(self._embed(digits), pos)  # (B, T, E)
         n_tokens = x.shape[1]
         for layer, block in enumerate(self.layers):

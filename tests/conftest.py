@@ -1,6 +1,8 @@
 import os
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,6 +32,14 @@ Posx = Callable[..., Result]
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def oracle() -> ModuleType:
+    """x-transformers; its import warns about torch.jit."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return pytest.importorskip("x_transformers.x_transformers")
 
 
 @pytest.fixture(autouse=True)

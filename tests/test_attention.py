@@ -42,7 +42,11 @@ def make(name: str, own_positions: bool = False) -> Layer:
     scheme = SUBJECTS[name].scheme(train_len=N).double()
     if own_positions:
         steps = torch.tensor([[1], [3]])  # (B, 1)
-        own = {"positions": lambda self, n, offset, generator: steps * torch.arange(n) + offset}
+
+        def positions(self: Scheme, symbols: Tensor, offset: int, generator: None) -> Tensor:
+            return steps * torch.arange(symbols.shape[1]) + offset  # (B, T)
+
+        own = {"positions": positions}
         scheme.__class__ = type("Own", (type(scheme),), own)
     given = layer(scheme, N, dtype=torch.float64)
     leaves = (x.detach().requires_grad_() for x in given[1:4])

@@ -250,7 +250,7 @@ EVAL = [
     ("--lengths 999999", ["unique symbols", "task.unique=false"]),
     ("--extend yarnn", ["no extension named 'yarnn'", "did you mean 'yarn'?"]),
     ("--extend yarn,", ["no extension named ''"]),
-    ("scheme=rope --extend clip", ["clip changes Learned, not Rope", "learned"]),
+    ("scheme=rope --extend clip", ["clip changes Learned, not rope", "learned"]),
     ("--sequences 0", ["--sequences", "1"]),
     ("--sequences x", ["--sequences"]),
     ("--config-dir /nonexistent", ["--config-dir", "/nonexistent"]),

@@ -37,11 +37,19 @@ class Leaks(Scheme):
 class WrongOffset(Scheme):
     """A broken scheme: arXiv:0000.00000."""
 
-    def positions(self, n: int, offset: int, generator: torch.Generator | None) -> Tensor:
-        return torch.arange(n)  # forgets what is cached
+    def positions(self, symbols: Tensor, offset: int, generator: torch.Generator | None) -> Tensor:
+        return torch.arange(symbols.shape[1])  # forgets what is cached
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         return x * (1 + pos[:, None] * torch.linspace(0, 0.1, x.shape[-1]))
+
+
+class DrawsFromTorch(Scheme):
+    """A broken scheme: arXiv:0000.00000."""
+
+    def positions(self, symbols: Tensor, offset: int, generator: torch.Generator | None) -> Tensor:
+        ids = super().positions(symbols, offset, generator)
+        return ids if generator is None else ids + torch.randint(100_000, (1,))  # not from it
 
 
 class NotRelative(Scheme):
@@ -50,7 +58,7 @@ class NotRelative(Scheme):
     relative = True
 
     def prepare(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, past: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         return q + pos[:, None] / 100, k, v, None
 
@@ -202,6 +210,7 @@ BROKEN = {
     NarrowBand: "paths_agree",
     partial(NarrowBand, window=50): "long_path",
     RowsOfABlock: "long_path",
+    DrawsFromTorch: "drawn_positions",
     Leaks: "causal",
     CountsLaterKeys: "causal",
     DividesByLength: "prefix",
@@ -254,7 +263,7 @@ class Gated(Scheme):
         torch.nn.init.constant_(self.gate.bias, 4.0)
 
     def prepare(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, past: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         return q, k, v, torch.nn.functional.logsigmoid(self.gate(x))  # (B, T, H)
 
@@ -291,7 +300,7 @@ class Favours(Alibi):
 
 def test_a_wrong_formula_is_not_caught() -> None:
     """Conformance knows no paper: a scheme that favours distant keys is sound. That the signs are
-    those of the papers rests on the golden values alone (tests/golden, test_schemes.py)."""
+    those of the papers rests on the golden values alone (tests/golden, tests/schemes)."""
     assert failures(Favours) == set()
 
 

@@ -11,8 +11,9 @@ The T queries of a block are always the last T of its S keys, so per-token state
 (B, S, ...) holds the queries in its last T rows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 HOOKS = (
     "positions", "embed", "prepare", "scores", "mask", "value", "normalize", "fold", "distance_bias"
 )  # fmt: skip
-PLACES = ("positions", "input", "q/k", "score", "score+value", "mask")  # where position enters
+PLACES = (  # where position enters
+    "positions", "input", "q/k", "score", "score+value", "softmax", "mask"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,27 +70,48 @@ class Scheme(nn.Module):
     def __init__(self, site: Site) -> None:
         super().__init__()
         self.site = site
+        self._exact: dict[str, Tensor] = {}  # the constants, in float64
+
+    def constant(self, name: str, value: Tensor) -> None:
+        """Register a fixed tensor that follows the model to a device and to float64, but never to
+        half precision, and that no state dict holds.
+
+        value: float64, as exact as its formula. In bfloat16 a slope or a frequency would be off by
+        0.4 %, which at distance 8192 is a wrong bias or another angle altogether.
+        """
+        self._exact[name] = value
+        self.register_buffer(name, value.float(), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        for name, value in self._exact.items():
+            moved = getattr(self, name)
+            dtype = torch.promote_types(moved.dtype, torch.float32)
+            setattr(self, name, value.to(device=moved.device, dtype=dtype))
+        return self
 
     # -- seven hooks -----------------------------------------------------------------------------
 
-    def positions(self, n: int, offset: int, generator: torch.Generator | None) -> Tensor:
-        """Position ids of `n` tokens after `offset` cached ones -> (n,) or (B, n).
+    def positions(self, symbols: Tensor, offset: int, generator: torch.Generator | None) -> Tensor:
+        """Position ids of the new tokens, which follow `offset` cached ones -> (T,) or (B, T).
 
-        Called once a forward, on layer 0, and used by every layer. `generator` is None outside
-        training."""
-        return torch.arange(offset, offset + n)
+        symbols: bool (B, T), False where the token is BOS, SEP or EOS. Called once a forward, on
+        layer 0, and used by every layer. `generator` (a CPU one) is None outside training.
+        """
+        return torch.arange(offset, offset + symbols.shape[1], device=symbols.device)
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         """Change the token embeddings, once a forward. x: (B, T, E), pos: (T,) -> (B, T, E)."""
         return x
 
     def prepare(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, past: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Change queries, keys and values of the new tokens, in O(T).
 
-        x: (B, T, E) the layer's normalised input; q, k, v: (B, H, T, D); pos: (T,).
-        Returns q, k, v and a per-token state (B, T, ...) that is cached beside k, or None.
+        x: (B, T, E) the layer's normalised input; q, k, v: (B, H, T, D); pos: (T,);
+        past: the state of the cached tokens before them (B, P, ...), None when there are none.
+        Returns q, k, v and the new tokens' state (B, T, ...), which is cached beside k, or None.
         """
         return q, k, v, None
 
@@ -139,10 +163,14 @@ class Scheme(nn.Module):
 
     # --------------------------------------------------------------------------------------------
 
-    @classmethod
-    def overrides(cls, hook: str) -> bool:
-        """Whether this class changes `hook`, one of HOOKS."""
-        return getattr(cls, hook) is not getattr(Scheme, hook)
+    def overrides(self, hook: str) -> bool:
+        """Whether this scheme changes `hook`, one of HOOKS."""
+        return getattr(type(self), hook) is not getattr(Scheme, hook)
+
+
+# A parameter of this type takes another scheme: its name or its keys in a yaml, built here at the
+# site that the scheme around it chooses.
+Maker = Callable[[Site], Scheme]
 
 
 class Nope(Scheme):

@@ -6,8 +6,6 @@ On long inputs attention reads the bias as views of one vector a head, so no T x
 """
 
 import math
-from collections.abc import Callable
-from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -43,20 +41,9 @@ class Alibi(Scheme):
 
     def __init__(self, site: Site) -> None:
         super().__init__(site)
-        slopes = torch.tensor(alibi_slopes(site.n_heads))  # (H,)
-        self.register_buffer("slopes", slopes, persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Let the slopes follow the model to a device and to float64, but not to half precision.
-
-        Slopes cast to bfloat16 move a bias at distance 8192 by up to 0.6 with 12 heads.
-        """
-        super()._apply(fn, recurse)
-        dtype = torch.promote_types(self.slopes.dtype, torch.float32)
-        self.slopes = torch.tensor(
-            alibi_slopes(self.site.n_heads), dtype=dtype, device=self.slopes.device
-        )
-        return self
+        self.constant(
+            "slopes", torch.tensor(alibi_slopes(site.n_heads), dtype=torch.float64)
+        )  # (H,)
 
     def distance_bias(self, d: Tensor) -> Tensor:
         return -self.slopes.view(-1, *[1] * d.ndim) * d.to(self.slopes)

@@ -7,8 +7,6 @@ end: they change the frequencies and leave the weights.
 """
 
 import copy
-from collections.abc import Callable
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -76,25 +74,17 @@ class Rope(Scheme):
         self.rotary_dim = width
         self.interleaved = interleaved
         self.attention_factor = 1.0  # multiplies cos and sin, so scores by its square
-        inv_freq = frequencies.rope(base, width).float()  # (F,)
-        self.register_buffer("inv_freq", inv_freq, persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Let the frequencies change device but never precision."""
-        exact = self.inv_freq
-        super()._apply(fn, recurse)
-        self.inv_freq = exact.to(self.inv_freq.device)
-        return self
+        self.constant("inv_freq", frequencies.rope(base, width))  # (F,)
 
     def frequencies(self, n: int) -> Tensor:
-        """The angle a token of every pair -> (F,) float32.
+        """The angle a token of every pair -> (F,), float32 or more.
 
         n: tokens of this pass, which are all tokens so far unless keys are cached.
         """
         return self.inv_freq
 
     def prepare(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, past: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         theta = self.frequencies(pos.shape[-1])  # (F,)
         angle = pos.to(theta)[..., None] * theta  # (T, F)
@@ -239,6 +229,7 @@ def _with_frequencies(scheme: Rope, inv_freq: Tensor) -> Rope:
             "cannot be set: extend plain rope"
         )
     changed = copy.deepcopy(scheme)
-    changed.inv_freq = inv_freq.to(scheme.inv_freq)
+    changed.constant("inv_freq", inv_freq)
+    changed.to(scheme.inv_freq.device)
     changed.attention_factor = 1.0
     return changed
