@@ -5,7 +5,7 @@ The path follows from the hooks that the scheme overrides:
     sdpa    nothing touches the scores: the fused causal kernel
     strips  a function of i - j, in evaluation: fused kernel on blocks of queries, the bias a
             zero-copy strided view; or no bias, for the last of all queries
-    masked  the same in training on short inputs: fused kernel with one additive mask
+    masked  short inputs, a fixed bias in training or a mask: fused kernel, one additive mask
     folded  the bias as extra query and key dimensions, in training
     banded  blocks of queries that see only their window (and sinks): O(n w)
     dense   one block, for short inputs
@@ -25,7 +25,7 @@ from posx.schemes.base import Scheme
 
 DENSE = 1024  # keys up to which an n x n tensor is cheaper than blocks
 STRIP_ROWS = 512  # queries a block of the fused kernel
-BLOCK_BYTES = 16 * 2**20  # memory of one (B, H, block, S) tensor
+BLOCK_BYTES = 8 * 2**20  # memory of one (B, H, block, S) tensor
 
 
 @dataclass
@@ -56,17 +56,19 @@ class Cache:
 
 def choose_path(scheme: Scheme, n_queries: int, n_keys: int, training: bool) -> str:
     """The path that `attend` takes, by the module's list. Depends on overridden hooks only."""
-    by_distance = scheme.overrides("distance_bias")
-    fused = not any(scheme.overrides(hook) for hook in ("mask", "value", "normalize"))
-    content = scheme.overrides("scores")
-    if fused and not content and not by_distance:
-        return "sdpa" if n_queries in (1, n_keys) else "strips"
-    if fused and not content and not scheme.overrides("positions"):
-        if not training:
+    by_distance, masks = scheme.overrides("distance_bias"), scheme.overrides("mask")
+    own_positions, content = scheme.overrides("positions"), scheme.overrides("scores")
+    softmax = not (scheme.overrides("value") or scheme.overrides("normalize"))
+    if softmax and not content and not masks:
+        if not by_distance:
+            return "sdpa" if n_queries in (1, n_keys) else "strips"
+        if not own_positions and not training:
             return "strips"
-        if n_keys <= DENSE and not any(True for _ in scheme.parameters()):
+    if softmax and not content and n_keys <= DENSE and (masks or not own_positions):
+        trained = by_distance and any(True for _ in scheme.parameters())
+        if not trained and not (by_distance and own_positions):
             return "masked"
-    if fused and training and scheme.overrides("fold"):
+    if softmax and not masks and training and scheme.overrides("fold"):
         return "folded"
     if scheme.band is not None and n_keys > sum(scheme.band):
         return "banded"
@@ -89,11 +91,7 @@ def attend(
     if path == "strips":
         return _strips(scheme, q, k, v)
     if path == "masked":
-        distance = i[:, None] - j  # (T, S)
-        bias = scheme.distance_bias(distance.clamp(min=0)).to(q.dtype)  # (H, T, S)
-        return F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias.masked_fill(distance < 0, -torch.inf)
-        )
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=_mask(scheme, i, j, q.dtype))
     if path == "folded":
         return _folded(scheme, q, k, v, j, state)
     if path == "dense":
@@ -120,7 +118,9 @@ def block(
     allowed = scheme.mask(i, j)
     if allowed is not None:
         visible = visible & allowed  # (T, S), (H, T, S) or (B, H, T, S)
-    p = scheme.normalize(z.masked_fill(~visible, -torch.inf)).to(v.dtype)  # (B, H, T, S)
+    # In place where z is ours alone: what a scheme returned, its backward pass may still need.
+    fill = z.masked_fill if scheme.overrides("scores") else z.masked_fill_
+    p = scheme.normalize(fill(~visible, -torch.inf)).to(v.dtype)  # (B, H, T, S)
     out = p @ v  # (B, H, T, D)
     extra = scheme.value(p, i, j)
     return (out if extra is None else out + extra), p
@@ -130,12 +130,46 @@ def scores(
     scheme: Scheme, q: Tensor, k: Tensor, i: Tensor, j: Tensor, state: Tensor | None
 ) -> Tensor:
     """q k^T / sqrt(D) with all that the scheme adds, before the mask. (B, H, T, S)"""
-    z = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5  # (B, H, T, S)
-    if scheme.overrides("distance_bias"):
+    z = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (B, H, T, S)
+    if scheme.overrides("distance_bias") and not scheme.overrides("positions"):
+        z = z + _by_distance(scheme, q.shape[2], k.shape[2], q.device)
+    elif scheme.overrides("distance_bias"):
         distance = (i[..., :, None] - j[..., None, :]).clamp(min=0)  # (T, S) or (B, T, S)
         bias = scheme.distance_bias(distance)  # (H, T, S) or (H, B, T, S)
         z = z + (bias if bias.ndim == 3 else bias.transpose(0, 1))
     return scheme.scores(z, q, k, i, j, state)
+
+
+def _mask(scheme: Scheme, i: Tensor, j: Tensor, dtype: torch.dtype) -> Tensor:
+    """All that a fixed scheme adds to scores, -inf at hidden keys: (T, S) to (1 or B, H, T, S)."""
+    n_queries, n_keys = i.shape[-1], j.shape[-1]
+    if scheme.overrides("distance_bias"):
+        bias = _by_distance(scheme, n_queries, n_keys, i.device, -torch.inf).to(dtype)  # (H, T, S)
+    else:
+        seen = _causal(n_queries, n_keys, i.device)  # (T, S)
+        bias = torch.zeros(seen.shape, dtype=dtype, device=i.device).masked_fill_(~seen, -torch.inf)
+    allowed = scheme.mask(i, j)
+    return bias if allowed is None else bias.masked_fill(~allowed, -torch.inf)
+
+
+def _by_distance(
+    scheme: Scheme, n_queries: int, n_keys: int, device: torch.device, above: float = 0.0
+) -> Tensor:
+    """`distance_bias` of the last T of S tokens, evaluated once a distance: (H, T, S).
+
+    above: what stands where a key is later than the query.
+    """
+    u = _reversed_bias(scheme, n_keys, n_queries, device, above)  # (H, S + T)
+    # Queries in reverse order: then rows and columns both advance by one element.
+    return u.as_strided((len(u), n_queries, n_keys), (u.stride(0), 1, 1)).flip(1)
+
+
+def _reversed_bias(
+    scheme: Scheme, n_keys: int, n_above: int, device: torch.device, above: float
+) -> Tensor:
+    """b(S - 1), ..., b(0) and then `above`, n_above times: (H, S + n_above)."""
+    distance = torch.arange(n_keys - 1, -1, -1, device=device)
+    return F.pad(scheme.distance_bias(distance), (0, n_above), value=above)
 
 
 def _causal(n_queries: int, n_keys: int, device: torch.device) -> Tensor:
@@ -188,12 +222,11 @@ def _strips(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     is a view of u in which rows and columns both advance by one element.
     """
     n_queries, n_keys = q.shape[2], k.shape[2]
-    if scheme.overrides("distance_bias"):
-        bias = scheme.distance_bias(torch.arange(n_keys - 1, -1, -1, device=q.device))  # (H, S)
-    else:
-        bias = torch.zeros(1, n_keys, device=q.device)
     rows = min(STRIP_ROWS, n_queries)
-    u = F.pad(bias.to(q.dtype), (0, rows), value=-torch.inf)  # (H, S + rows)
+    if scheme.overrides("distance_bias"):
+        u = _reversed_bias(scheme, n_keys, rows, q.device, -torch.inf).to(q.dtype)
+    else:
+        u = F.pad(torch.zeros(1, n_keys, device=q.device), (0, rows), value=-torch.inf).to(q.dtype)
     heads = u.shape[0]
     reverse = q.flip(2)  # (B, H, T, D)
     out = torch.empty_like(reverse)

@@ -1,12 +1,17 @@
 """What `posx list` and `posx show` say of a scheme, a task, an extension or a run."""
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from posx import build, catalog
+import torch
+
+from posx import build, catalog, cost, portrait
 from posx.config import ModelConfig
 from posx.display import out, print_fitting, print_pairs, print_text
+from posx.errors import UserError
+from posx.progress import say
 from posx.runs import EVAL_COLUMNS, TRAIN_COLUMNS, Run
 from posx.schemes.base import HOOKS, Scheme, Site
 
@@ -22,23 +27,25 @@ MAIN = {
 }
 
 
-def scheme_facts(path: Path) -> dict[str, str]:
-    """Family, where position enters, parameters on model=tiny, and the length limit."""
-    tiny, first = example_model(), example(path)
+def scheme_facts(path: Path, extra: Path | None = None) -> dict[str, str]:
+    """Year, family, where position enters, parameters on model=tiny, and the length limit."""
+    tiny, first = example_model(), example(path, extra)
     count = sum(p.numel() for p in first.parameters())
     return {
+        "year": catalog.source(catalog.card(path))[0],
         "family": type(first).__module__.rpartition(".")[2],
         "enters": first.enters,
+        "relative": "yes" if first.relative else "no",
         "parameters": str(count if first.shared else count * tiny.n_layers),
         "limit": "none" if first.max_len is None else f"{first.max_len} tokens",
     }
 
 
-def example(path: Path) -> Scheme:
+def example(path: Path, extra: Path | None) -> Scheme:
     """The scheme of a yaml at the first layer of model=tiny."""
     tiny = example_model()
     site = Site(tiny.d_model, tiny.n_heads, tiny.d_head, EXAMPLE_LEN, tiny.n_layers)
-    return build.make_scheme(build.load_yaml(path, path.parents[1]), site)
+    return build.make_scheme(build.load_yaml(path, extra), site)
 
 
 def example_model() -> ModelConfig:
@@ -46,12 +53,74 @@ def example_model() -> ModelConfig:
     return ModelConfig(**build.load_plain(catalog.find("model", "tiny")))
 
 
-def show_name(group: str, path: Path) -> None:
-    """Card, documentation, keys with their defaults, and the traits of a scheme."""
+def costs(files: dict[str, Path], extra: Path | None) -> list[dict[str, str]]:
+    """What each scheme costs beside no positions, measured now; a row is said when it is there."""
+    meter = cost.Meter(example_model())
+    rows = []
+    for number, (name, path) in enumerate(files.items(), 1):
+        say(f"{number} of {len(files)}: {name}")
+        found = meter.measure(partial(build.make_scheme, build.load_yaml(path, extra)))
+        rows.append(
+            {
+                "name": name,
+                f"training at {cost.TRAIN_LEN}": f"{found.train:.2f}x",
+                f"evaluation at {cost.LONG}": _cell(found.long, ".2f", "x"),
+                "memory there": _cell(found.mib, ".0f", " MiB"),
+            }
+        )
+    return rows
+
+
+def _cell(value: float | None, form: str, unit: str) -> str:
+    return "beyond its limit" if value is None else f"{value:{form}}{unit}"
+
+
+def choose_schemes(facts: dict[str, dict[str, str]], words: list[str]) -> list[str]:
+    """The schemes whose facts match every key=value; a value may be a comma list.
+
+    Raises:
+        UserError: no such key, or no scheme has the value.
+    """
+    known = [*next(iter(facts.values())), "trainable"]
+    names = list(facts)
+    for word in words:
+        key, equals, text = word.partition("=")
+        if not equals or key not in known:
+            raise UserError(
+                f"cannot choose schemes by {word!r}{catalog.nearest(key, known)}: write key=value "
+                f"with {', '.join(known)}"
+            )
+        has = {
+            name: _trainable(row) if key == "trainable" else row[key] for name, row in facts.items()
+        }
+        wanted = set(text.lower().split(","))
+        if not wanted & set(has.values()):
+            raise UserError(
+                f"no scheme has {word}{catalog.nearest(text, has.values())}; there are: "
+                f"{', '.join(sorted(set(has.values())))}"
+            )
+        names = [name for name in names if has[name] in wanted]
+    if not names:
+        raise UserError(f"no scheme has {' and '.join(words)}: leave one of them out")
+    return names
+
+
+def _trainable(row: dict[str, str]) -> str:
+    return "no" if row["parameters"] == "0" else "yes"
+
+
+def show_name(group: str, path: Path, extra: Path | None, plot: Path | None) -> None:
+    """Card, documentation, keys with their defaults, and of a scheme its traits and portrait.
+
+    Raises:
+        UserError: what is not a scheme cannot be drawn.
+    """
     node = build.load_plain(path)
     thing = build.locate({"name": path.stem, **node}) if "_target_" in node else None
     is_scheme = inspect.isclass(thing) and issubclass(thing, Scheme)
-    facts = scheme_facts(path) | _traits(example(path)) if is_scheme else {}
+    facts = scheme_facts(path, extra) | _traits(example(path, extra)) if is_scheme else {}
+    if plot is not None and not is_scheme:
+        raise UserError(f"--plot draws a scheme: write scheme=NAME, not {group}={path.stem}")
     card = catalog.card(path)
     keys = path.read_text("utf-8").strip()
 
@@ -68,13 +137,33 @@ def show_name(group: str, path: Path) -> None:
     console.print()
     console.print(path, style="bold")
     console.print(keys.partition("\n")[2] if card else keys)
+    if is_scheme:
+        _show_portrait(path, extra, plot)
+
+
+def _show_portrait(path: Path, extra: Path | None, plot: Path | None) -> None:
+    """What the untrained scheme does, drawn on the terminal and, if asked for, into a file."""
+    torch.manual_seed(0)  # of what it would train
+    scheme = example(path, extra)
+    n = min(2 * EXAMPLE_LEN, scheme.max_len or 2 * EXAMPLE_LEN)
+    picture = portrait.portray(scheme, n)
+    console = out()
+    plain = portrait.ascii_locale(console.encoding)
+    text = portrait.as_text(picture, console.width, plain, console.color_system is not None)
+    if text:
+        console.print()
+        print_text(f"Untrained, on {n} tokens that are all alike:")
+        console.print()
+        console.file.write(text + "\n")
+    if plot is not None:
+        portrait.save(picture, plot, f"scheme={path.stem}")
+        say(f"wrote {plot}")
 
 
 def _traits(scheme: Scheme) -> dict[str, str]:
     hooks = [hook for hook in HOOKS if scheme.overrides(hook)]
     return {
         "hooks": ", ".join(hooks) or "none",
-        "relative": "yes" if scheme.relative else "no",
         "length dependent": "yes" if scheme.length_dependent else "no",
         "key/value cache": "yes" if scheme.kv else "no",
     }

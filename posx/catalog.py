@@ -1,6 +1,7 @@
 """The catalogue is the folder: every yaml of a config group is a name, its first line the card."""
 
 import difflib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,6 +35,16 @@ def card(path: Path) -> str:
     """The one-line card: the comment on the first line of the yaml."""
     lines = path.read_text("utf-8").splitlines()
     return lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
+
+
+def source(card: str) -> tuple[str, str]:
+    """Year and link of a card that ends in `(Press et al. 2021, arXiv:2108.12409)`; empty where it
+    names none."""
+    found = re.search(r"(\d{4})\D*?(?:arXiv:(\d{4}\.\d{4,5})|(https?://[^\s)]+))\)$", card)
+    if found is None:
+        return "", ""
+    year, number, address = found.groups()
+    return year, address or f"https://arxiv.org/abs/{number}"
 
 
 def find(group: str, name: str, *extra: Path | None) -> Path:

@@ -262,18 +262,26 @@ def list_names(
         ),
     ],
     words: Words = None,
+    cost: Annotated[
+        bool,
+        typer.Option("--cost", help="Measure schemes beside no positions: time and memory."),
+    ] = False,
     config_dir: ConfigDir = None,
     results: ResultsDir = RESULTS,
 ) -> None:
     """One line for each scheme, extension, task or run.
 
+    Schemes by family, year, enters, relative, trainable, ...; runs by scheme, task, seed, ...
+
     \b
     posx list scheme
+    posx list scheme family=bias trainable=yes
+    posx list scheme family=bias --cost
     posx list run task=copy converged=yes
     """
     from posx import commands
 
-    commands.list_names(group, words or [], results, config_dir)
+    commands.list_names(group, words or [], results, config_dir, cost)
 
 
 @app.command()
@@ -281,21 +289,26 @@ def show(
     what: Annotated[
         str, typer.Argument(metavar="scheme=NAME | RUN", help="A name or a run folder.")
     ],
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the scheme: FILE.png, .svg or .pdf")
+    ] = None,
     config_dir: ConfigDir = None,
 ) -> None:
     """The card of a scheme, or all about a run.
 
-    Of a scheme its formula, source, keys and limit; also of a task or an extension. Of a run its
-    config and tables, and what their columns mean.
+    Of a scheme its formula, source, keys and limit, and a picture of what it does to scores over
+    distance or of its mask; also of a task or an extension. Of a run its config and tables, and
+    what their columns mean.
 
     \b
     posx show scheme=rope
+    posx show scheme=alibi --plot alibi.png
     posx show extension=yarn
     posx show results/runs/copy/rope/seed0-1a2b3c4d
     """
     from posx import commands
 
-    commands.show(what, config_dir)
+    commands.show(what, config_dir, plot)
 
 
 @app.command()

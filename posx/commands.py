@@ -82,10 +82,12 @@ def report(words: list[str], results: Path, **options: Any) -> None:
         say(f"wrote {written}")
 
 
-def list_names(group: str, words: list[str], results: Path, extra: Path | None) -> None:
-    """One line for each scheme, task, extension, model or run."""
+def list_names(group: str, words: list[str], results: Path, extra: Path | None, cost: bool) -> None:
+    """One line for each scheme, task, extension, model or run; with `cost` what schemes cost."""
     from posx.display import print_rows
 
+    if cost and group != "scheme":
+        raise UserError(f"--cost measures schemes: `posx list scheme --cost`, not {group}")
     if group == "run":
         rows = [_run_line(run) for run in choose(words, results)]
         print_rows(rows, below=("run", "changes", "reason"))
@@ -96,21 +98,29 @@ def list_names(group: str, words: list[str], results: Path, extra: Path | None) 
             f"cannot list {group!r}{catalog.nearest(group, [*groups, 'run'])}: use "
             f"{', '.join([*groups, 'run'])}"
         )
-    if words:
-        raise UserError(f"`posx list {group}` takes no {' '.join(words)}: only runs are chosen so")
+    if words and group != "scheme":
+        raise UserError(
+            f"`posx list {group}` takes no {' '.join(words)}: only schemes and runs are chosen so"
+        )
     files = catalog.files(group, extra)
     facts: dict[str, dict[str, str]] = {name: {} for name in files}
     if group == "scheme":
-        from posx.cards import scheme_facts
+        from posx.cards import choose_schemes, scheme_facts
 
-        facts = {name: scheme_facts(path) for name, path in files.items()}
+        facts = {name: scheme_facts(path, extra) for name, path in files.items()}
+        facts = {name: facts[name] for name in choose_schemes(facts, words)}
+        if cost:
+            from posx.cards import costs
+
+            print_rows(costs({name: files[name] for name in facts}, extra))
+            return
     print_rows(
-        [{"name": name, **facts[name], "card": catalog.card(files[name])} for name in files],
+        [{"name": name, **row, "card": catalog.card(files[name])} for name, row in facts.items()],
         below=("card",),
     )
 
 
-def show(word: str, extra: Path | None) -> None:
+def show(word: str, extra: Path | None, plot: Path | None) -> None:
     """The card of `scheme=rope` (or a task or extension), or the config and tables of a run."""
     from posx import cards
 
@@ -122,10 +132,12 @@ def show(word: str, extra: Path | None) -> None:
                 f"cannot show {group!r}{catalog.nearest(group, groups)}: use {', '.join(groups)} "
                 "or a run folder"
             )
-        cards.show_name(group, catalog.find(group, name, extra))
+        cards.show_name(group, catalog.find(group, name, extra), extra, plot)
         return
     if not word or not Path(word).exists():
         raise UserError(no_folder(word, extra))
+    if plot is not None:
+        raise UserError("--plot draws a scheme here; `posx report --plot` draws the curves of runs")
     cards.show_run(Run(Path(word).absolute()))
 
 

@@ -29,7 +29,7 @@ FLOORS = [
     ["config", "device", "schemes", "tasks", "collect"],
     ["attention", "summary"],
     ["model", "grids", "plot"],
-    ["generate", "build", "optim", "render", "export"],
+    ["generate", "build", "optim", "render", "export", "portrait", "cost"],
     ["train", "conformance", "cards", "report"],
     ["measure"],
     ["evaluate", "hydra_app", "choose"],
