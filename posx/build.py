@@ -155,6 +155,16 @@ def make_scheme(node: dict[str, Any], site: Site) -> Scheme:
     return scheme
 
 
+def maker(node: dict[str, Any], extension: Extension | None = None) -> Maker:
+    """What builds the scheme of a site, for an extension at four times the training length."""
+
+    def make(site: Site) -> Scheme:
+        scheme = make_scheme(node, site)
+        return scheme if extension is None else extension(scheme, 4 * site.train_len)
+
+    return make
+
+
 def make_model(config: Config, task: Task, parent: Run | None = None) -> Transformer:
     """The model of a run: fresh from torch's global generator, or with the weights of its parent.
 

@@ -1,7 +1,6 @@
 """What `posx list` and `posx show` say of a scheme, a task, an extension or a run."""
 
 import inspect
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ def costs(files: dict[str, Path], extra: Path | None) -> list[dict[str, str]]:
     rows = []
     for number, (name, path) in enumerate(files.items(), 1):
         say(f"{number} of {len(files)}: {name}")
-        found = meter.measure(partial(build.make_scheme, build.load_yaml(path, extra)))
+        found = meter.measure(build.maker(build.load_yaml(path, extra)))
         rows.append(
             {
                 "name": name,
@@ -152,7 +151,7 @@ def _show_portrait(path: Path, extra: Path | None, plot: Path | None) -> None:
     text = portrait.as_text(picture, console.width, plain, console.color_system is not None)
     if text:
         console.print()
-        print_text(f"Untrained, on {n} tokens that are all alike:")
+        print_text(f"Untrained, on {n} tokens that are all alike: {picture.caption()}.")
         console.print()
         console.file.write(text + "\n")
     if plot is not None:

@@ -262,6 +262,7 @@ def list_names(
         ),
     ],
     words: Words = None,
+    fmt: Annotated[str, typer.Option("--format", help="table | csv | md")] = "table",
     cost: Annotated[
         bool,
         typer.Option("--cost", help="Measure schemes beside no positions: time and memory."),
@@ -281,7 +282,7 @@ def list_names(
     """
     from posx import commands
 
-    commands.list_names(group, words or [], results, config_dir, cost)
+    commands.list_names(group, words or [], results, config_dir, cost, fmt)
 
 
 @app.command()
@@ -313,8 +314,11 @@ def show(
 
 @app.command()
 def check(
-    scheme: Annotated[
-        str | None, typer.Argument(metavar="scheme=NAME", help="All schemes when none is named.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="scheme=NAME extension=NAME", help="All schemes when none is named."
+        ),
     ] = None,
     config_dir: ConfigDir = None,
 ) -> None:
@@ -325,11 +329,12 @@ def check(
 
     \b
     posx check scheme=rope
+    posx check scheme=rope extension=yarn
     posx check scheme=mine --config-dir my_configs
     """
     from posx import commands
 
-    commands.check(scheme, config_dir)
+    commands.check(words or [], config_dir)
 
 
 def _names(text: str | None) -> list[str]:

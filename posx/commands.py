@@ -82,16 +82,29 @@ def report(words: list[str], results: Path, **options: Any) -> None:
         say(f"wrote {written}")
 
 
-def list_names(group: str, words: list[str], results: Path, extra: Path | None, cost: bool) -> None:
+def list_names(
+    group: str, words: list[str], results: Path, extra: Path | None, cost: bool, fmt: str
+) -> None:
     """One line for each scheme, task, extension, model or run; with `cost` what schemes cost."""
-    from posx.display import print_rows
+    from posx.display import LISTS, print_rows
 
+    if fmt not in LISTS:
+        raise UserError(f"--format {fmt} is not known: use {', '.join(LISTS)}")
     if cost and group != "scheme":
         raise UserError(f"--cost measures schemes: `posx list scheme --cost`, not {group}")
     if group == "run":
         rows = [_run_line(run) for run in choose(words, results)]
-        print_rows(rows, below=("run", "changes", "reason"))
-        return
+    else:
+        rows = _names(group, words, extra, cost)
+    print_rows(rows, below=("card", "run", "changes", "reason"), fmt=fmt)
+
+
+def _names(group: str, words: list[str], extra: Path | None, cost: bool) -> list[dict[str, str]]:
+    """A row for each yaml of a config group.
+
+    Raises:
+        UserError: there is no such group, or `words` do not choose from it.
+    """
     groups = catalog.groups(*([extra] if extra else []))
     if group not in groups:
         raise UserError(
@@ -105,19 +118,13 @@ def list_names(group: str, words: list[str], results: Path, extra: Path | None, 
     files = catalog.files(group, extra)
     facts: dict[str, dict[str, str]] = {name: {} for name in files}
     if group == "scheme":
-        from posx.cards import choose_schemes, scheme_facts
+        from posx import cards
 
-        facts = {name: scheme_facts(path, extra) for name, path in files.items()}
-        facts = {name: facts[name] for name in choose_schemes(facts, words)}
+        facts = {name: cards.scheme_facts(path, extra) for name, path in files.items()}
+        facts = {name: facts[name] for name in cards.choose_schemes(facts, words)}
         if cost:
-            from posx.cards import costs
-
-            print_rows(costs({name: files[name] for name in facts}, extra))
-            return
-    print_rows(
-        [{"name": name, **row, "card": catalog.card(files[name])} for name, row in facts.items()],
-        below=("card",),
-    )
+            return cards.costs({name: files[name] for name in facts}, extra)
+    return [{"name": name, **row, "card": catalog.card(files[name])} for name, row in facts.items()]
 
 
 def show(word: str, extra: Path | None, plot: Path | None) -> None:
@@ -141,48 +148,70 @@ def show(word: str, extra: Path | None, plot: Path | None) -> None:
     cards.show_run(Run(Path(word).absolute()))
 
 
-def check(word: str | None, extra: Path | None) -> None:
-    """The conformance checks of one scheme, or of all.
+def check(words: list[str], extra: Path | None) -> None:
+    """The conformance checks of one scheme, or of all; under an extension where one is named.
 
     Raises:
-        UserError: there is no such scheme, or it cannot be made at all.
+        UserError: there is no such name, the two do not fit, or the scheme cannot be made at all.
         RunFailed: a check fails.
     """
-    from functools import partial
-
     from posx import build, conformance
     from posx.display import out, print_rows
 
+    chosen = _check_words(words)
     known = catalog.files("scheme", extra)
-    group, equals, name = word.partition("=") if word else ("", "", "")
-    if equals and group != "scheme":
-        raise UserError(f"cannot check {group!r}: write scheme=NAME, or nothing for all schemes")
-    if word:
-        name = name if equals else group
-        known = {name: catalog.find("scheme", name, extra)}
+    if "scheme" in chosen:
+        known = {chosen["scheme"]: catalog.find("scheme", chosen["scheme"], extra)}
+    extension = None
+    if "extension" in chosen:
+        path = catalog.find("extension", chosen["extension"], extra)
+        extension = build.make_extension(build.load_yaml(path))
+        if "scheme" in chosen:
+            extension.check(build.load_yaml(known[chosen["scheme"]], extra))
+        known = {
+            name: path
+            for name, path in known.items()
+            if extension.fits(build.load_yaml(path, extra))
+        }
     failed = []
     for name, path in known.items():
-        make = partial(build.make_scheme, build.load_yaml(path, extra))
-        subject = conformance.Subject(name, make, catalog.card(path))
+        make = build.maker(build.load_yaml(path, extra), extension)
+        label = name if extension is None else f"{name} + {extension.name}"
+        subject = conformance.Subject(label, make, catalog.card(path))
         make(subject.site())
         results = conformance.run(subject)
         bad = [result for result in results if not result.passed]
-        failed += [f"{name}: {result.check}" for result in bad]
+        failed += [f"{label}: {result.check}" for result in bad]
         rows = [
             {
-                "scheme": name,
+                "scheme": label,
                 "check": result.check,
                 "result": "pass" if result.passed else "FAIL",
                 "what": " ".join(result.message.split()),
             }
-            for result in (results if word else bad)
+            for result in (results if len(known) == 1 else bad)
         ]
-        if not word:
-            out().print(f"{name}: {len(results) - len(bad)} of {len(results)} checks pass")
+        if len(known) > 1:
+            out().print(f"{label}: {len(results) - len(bad)} of {len(results)} checks pass")
         if rows:
             print_rows(rows, below=("what",))
     if failed:
         raise RunFailed(f"{len(failed)} checks failed: {'; '.join(failed)}")
+
+
+def _check_words(words: list[str]) -> dict[str, str]:
+    """`scheme=NAME` (or the bare name) and `extension=NAME`, each at most once."""
+    chosen: dict[str, str] = {}
+    for word in words:
+        group, equals, name = word.partition("=")
+        group, name = (group, name) if equals else ("scheme", group)
+        if group not in ("scheme", "extension") or group in chosen:
+            raise UserError(
+                f"cannot check {word!r}: write scheme=NAME, extension=NAME, both, or nothing for "
+                "all schemes"
+            )
+        chosen[group] = name
+    return chosen
 
 
 def _run_line(run: Run) -> dict[str, str]:

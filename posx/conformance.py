@@ -177,7 +177,7 @@ def check_documented(subject: Subject) -> None:
     assert subject.card, "the yaml has no card: start it with `# Name: one sentence (source)`"
     found = re.search(r"arXiv:|doi:|https?://", text)
     assert found, "the docstring names no source (arXiv:..., doi:... or a link)"
-    assert type(subject.scheme()).enters in PLACES, f"`enters` is none of {', '.join(PLACES)}"
+    assert subject.scheme().enters in PLACES, f"`enters` is none of {', '.join(PLACES)}"
 
 
 def check_shapes(subject: Subject) -> None:

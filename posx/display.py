@@ -3,6 +3,7 @@
 A name is never cut and never broken: what does not fit beside the others goes below them.
 """
 
+import csv
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from rich.console import Console
 GAP = 2  # blanks between columns
 TEXT_WIDTH = 100  # running text is not set wider, however wide the terminal
 KEY_WIDTH = 18
+LISTS = ("table", "csv", "md")  # what a list can be printed as
 
 
 def out() -> Console:
@@ -20,8 +22,10 @@ def out() -> Console:
     return Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def print_rows(rows: Sequence[Mapping[str, Any]], below: Sequence[str] = ()) -> None:
-    """One line a row, columns named by the keys of the first.
+def print_rows(
+    rows: Sequence[Mapping[str, Any]], below: Sequence[str] = (), fmt: str = "table"
+) -> None:
+    """One line a row, columns named by the keys of the first, in one of LISTS.
 
     Where that is wider than the terminal, the columns `below` go under their row, and where the
     others still do not fit, every value gets a line of its own.
@@ -29,6 +33,17 @@ def print_rows(rows: Sequence[Mapping[str, Any]], below: Sequence[str] = ()) -> 
     console = out()
     texts = [{key: str(value) for key, value in row.items()} for row in rows]
     columns = list(texts[0])
+    if fmt == "csv":
+        writer = csv.DictWriter(console.file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(texts)
+        return
+    if fmt == "md":
+        lines = [columns, ["---"] * len(columns), *(row.values() for row in texts)]
+        for line in lines:
+            console.print(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |")
+        return
+    below = [column for column in below if column in columns]
     heads = [column for column in columns if column not in below]
     if _fits(console, _aligned(texts, columns)):
         _print_table(console, _aligned(texts, columns))

@@ -17,7 +17,7 @@ from posx.errors import UserError
 from posx.runs import write_atomic
 from posx.schemes.base import Scheme
 
-MASK_TOKENS = 40  # side of a drawn mask
+MASK_TOKENS = 36  # side of a drawn mask
 CURVES = 4  # heads drawn, evenly chosen; more cannot be told apart
 ASCII = str.maketrans("┌┐└┘─│├┤▔⣿█", "++++-|++-##")
 
@@ -26,12 +26,19 @@ ASCII = str.maketrans("┌┐└┘─│├┤▔⣿█", "++++-|++-##")
 class Portrait:
     """Curves over the distance 0 .. n - 1 from the last of n tokens, and masks, by head.
 
-    curves: `ordinate` says of what. masks: bool (T, T), none where every earlier key is visible.
+    curves: `ordinate` says of what. masks: bool (T, T), a row a query, none where every earlier key
+    is visible.
     """
 
     ordinate: str
     curves: dict[str, Tensor]
     masks: dict[str, Tensor]
+
+    def caption(self) -> str:
+        """What is drawn."""
+        curves = [f"{self.ordinate}, over the distance in tokens"] if self.curves else []
+        masks = ["the visible keys (#) of each query, a row"] if self.masks else []
+        return " and ".join(curves + masks)
 
 
 @torch.no_grad()
@@ -95,18 +102,16 @@ def as_text(portrait: Portrait, width: int, ascii_only: bool, color: bool) -> st
                 ys=[row.numpy() for row in curves],
                 xs=[list(range(len(row))) for row in curves],
                 lines=True,
-                width=min(width, 100) - 12,
+                width=min(width, 100) - 12,  # the frame and the numbers beside it
                 height=12,
-                title=f"{portrait.ordinate}, over distance",
                 legend_labels=list(portrait.curves),
                 character_set="ascii" if ascii_only else "braille",
                 color=color,
             )
         )
     for label, mask in portrait.masks.items():
-        lines = [f"visible keys (columns) of each query (rows), {label}"]
-        lines += ["".join("#" if seen else "." for seen in row) for row in mask.tolist()]
-        parts.append("\n".join(f"  {line}" for line in lines))
+        lines = ["".join("#" if seen else "." for seen in row) for row in mask.tolist()]
+        parts.append("\n".join([label, *lines]))
     text = "\n\n".join(parts)
     return text.translate(ASCII) if ascii_only else text
 

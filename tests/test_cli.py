@@ -1,5 +1,6 @@
 """What the commands print, on any terminal, and schemes that lie outside the package."""
 
+import csv
 import os
 import re
 import shutil
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 from posx import catalog
 from posx.cli import app
 from posx.display import print_rows
+from posx.schemes.base import Maker, Site
 
 VERBS = ["train", "eval", "report", "list", "show", "check"]
 TERMINAL = {"FORCE_COLOR": "1", "TERM": "xterm"}  # Rich then folds to COLUMNS and sets styles
@@ -76,6 +78,7 @@ def test_a_terminal_cuts_no_word(words: str, columns: str, trained: Path) -> Non
     shown = run_posx(trained, *command, COLUMNS=columns, **TERMINAL).stdout
     assert "\x1b[1m" in shown
     assert "\x1b" not in run_posx(trained, *command, NO_COLOR="1").stdout
+    piped = piped.partition("Untrained")[0]  # the picture of a scheme follows the width
     missing = set(piped.split()) - set(plain(shown).split()) - set(piped.splitlines()[0].split())
     if words == "show RUN":  # what has no room there is named, and its values left out
         missing = {word for word in missing if not re.match(r"[\d.e+-]+$", word)}
@@ -84,6 +87,79 @@ def test_a_terminal_cuts_no_word(words: str, columns: str, trained: Path) -> Non
     if words.startswith("list"):
         too_wide = [line for line in plain(shown).splitlines() if len(line) > int(columns)]
         assert all(len(line.split()) <= 2 for line in too_wide)  # a single long word at most
+
+
+def test_schemes_are_chosen_by_their_facts(tmp_path: Path) -> None:
+    def names(*words: str) -> set[str]:
+        lines = run_posx(tmp_path, "list", "scheme", *words).stdout.splitlines()[1:]
+        return {line.split()[0] for line in lines}
+
+    assert {"alibi", "t5"} <= names("family=bias")
+    assert names("family=bias", "trainable=no") == names("family=bias") - names("trainable=yes")
+    assert {"alibi", "rope"} <= names("year=2021")
+    assert names("year=2017,2018") == names("year=2017") | names("year=2018")
+    assert "sinusoidal" not in names("relative=yes")
+    for words, said in (
+        (["famly=bias"], "did you mean 'family'?"),
+        (["alibi"], "cannot choose schemes by 'alibi'"),
+        (["family=bia"], "no scheme has family=bia (did you mean 'bias'?)"),
+        (["family=bias", "enters=mask"], "no scheme has family=bias and enters=mask"),
+    ):
+        done = run_posx(tmp_path, "list", "scheme", *words, code=2)
+        (line,) = done.stderr.splitlines()
+        assert said in line
+
+
+def test_lists_in_other_formats(tmp_path: Path) -> None:
+    found = csv.DictReader(
+        run_posx(tmp_path, "list", "task", "--format", "csv").stdout.splitlines()
+    )
+    assert [row["name"] for row in found] == list(catalog.files("task"))
+    lines = run_posx(tmp_path, "list", "task", "--format", "md").stdout.splitlines()
+    assert lines[:2] == ["| name | card |", "| --- | --- |"]
+    done = run_posx(tmp_path, "list", "task", "--format", "html", code=2)
+    assert done.stderr == "posx: --format html is not known: use table, csv, md\n"
+
+
+def test_costs_are_listed_beside_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posx import cost
+
+    def measure(self: cost.Meter, make: Maker) -> cost.Cost:
+        limited = make(Site(64, 2, 32, 64)).max_len is not None
+        return cost.Cost(1.0, None, None) if limited else cost.Cost(1.25, 2.5, 34.4)
+
+    monkeypatch.setattr(cost.Meter, "measure", measure)
+    done = run_posx(tmp_path, "list", "scheme", "--cost", "year=2017")
+    rows = [re.split(r"  +", line) for line in done.stdout.splitlines()]
+    assert ["learned", "1.00x", "beyond its limit", "beyond its limit"] in rows
+    assert ["sinusoidal", "1.25x", "2.50x", "34 MiB"] in rows
+    assert "--cost measures schemes" in run_posx(tmp_path, "list", "task", "--cost", code=2).stderr
+
+
+def test_show_draws_a_scheme(tmp_path: Path) -> None:
+    done = run_posx(tmp_path, "show", "scheme=alibi", "--plot", "alibi.png")
+    assert "score against that of the own key, over the distance in tokens." in done.stdout
+    assert (tmp_path / "alibi.png").read_bytes().startswith(b"\x89PNG")
+    done = run_posx(tmp_path, "show", "task=copy", "--plot", "copy.png", code=2)
+    assert done.stderr == "posx: --plot draws a scheme: write scheme=NAME, not task=copy\n"
+
+
+def test_check_under_an_extension(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from posx import conformance
+
+    def limit(subject: conformance.Subject) -> None:
+        """of the extended table"""
+        assert subject.scheme().max_len in (None, 4 * conformance.TRAIN_LEN)
+
+    monkeypatch.setattr(conformance, "CHECKS", (limit,))
+    done = run_posx(tmp_path, "check", "scheme=learned", "extension=interpolate")
+    assert "learned + interpolate" in done.stdout
+    assert "sinusoidal" not in run_posx(tmp_path, "check", "extension=clip").stdout
+    done = run_posx(tmp_path, "check", "extension=clip", "scheme=rope", code=2)
+    assert "extension clip changes Learned, not rope" in done.stderr
+    for words in (["task=copy"], ["scheme=rope", "alibi"]):
+        done = run_posx(tmp_path, "check", *words, code=2)
+        assert "write scheme=NAME, extension=NAME, both, or nothing" in done.stderr
 
 
 def test_rows_that_do_not_fit(
@@ -313,7 +389,9 @@ def test_their_scheme_is_shown(mine: Path) -> None:
     assert "A penalty on distance, the same for all heads" in shown
     assert re.search(r"^hooks +distance_bias$", shown, re.MULTILINE)
     listed = run_posx(mine, "list", "scheme", "--config-dir", "mine").stdout
-    assert re.search(r"^mine +mine_module +score +0 +none +Mine: a penalty", listed, re.MULTILINE)
+    assert re.search(
+        r"^mine +mine_module +score +yes +0 +none +Mine: a penalty", listed, re.MULTILINE
+    )
     assert re.search(r"^rope ", listed, re.MULTILINE)
 
 

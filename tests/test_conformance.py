@@ -18,7 +18,7 @@ SCHEMES = catalog.files("scheme")
 
 def subject(name: str) -> Subject:
     path = SCHEMES[name]
-    return Subject(name, partial(build.make_scheme, build.load_yaml(path)), catalog.card(path))
+    return Subject(name, build.maker(build.load_yaml(path)), catalog.card(path))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
