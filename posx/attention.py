@@ -8,13 +8,17 @@ The path follows from the hooks that the scheme overrides:
     masked  short inputs, a fixed bias in training or a mask: fused kernel, one additive mask
     folded  the bias as extra query and key dimensions, in training
     banded  blocks of queries that see only their window (and sinks): O(n w)
+    merged  far keys through the fused kernel and near ones by the definition, in evaluation
     dense   one block, for short inputs
     blocks  blocks of queries, each with all its keys: O(n x block) memory
 
 Only `masked` and `dense` build an n x n tensor, up to DENSE keys.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +29,12 @@ from posx.schemes.base import Scheme
 
 DENSE = 1024  # keys up to which an n x n tensor is cheaper than blocks
 STRIP_ROWS = 512  # queries a block of the fused kernel
+MERGE_ROWS = 256  # queries a block whose near and far keys are merged
 BLOCK_BYTES = 8 * 2**20  # memory of one (B, H, block, S) tensor
+
+# The fused kernel with the logarithm of each row's sum; the one private name of torch used here.
+_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+WITH_LSE: Any = getattr(torch.ops.aten, _KERNEL) if hasattr(torch.ops.aten, _KERNEL) else None
 
 
 @dataclass
@@ -54,8 +63,11 @@ class Cache:
         return k, v, state, pos
 
 
-def choose_path(scheme: Scheme, n_queries: int, n_keys: int, training: bool) -> str:
-    """The path that `attend` takes, by the module's list. Depends on overridden hooks only."""
+def choose_path(
+    scheme: Scheme, n_queries: int, n_keys: int, training: bool, device: str = "cpu"
+) -> str:
+    """The path that `attend` takes, by the module's list. Depends on overridden hooks, on sizes and
+    on the type of the device."""
     by_distance, masks = scheme.overrides("distance_bias"), scheme.overrides("mask")
     own_positions, content = scheme.overrides("positions"), scheme.overrides("scores")
     softmax = not (scheme.overrides("value") or scheme.overrides("normalize"))
@@ -72,7 +84,11 @@ def choose_path(scheme: Scheme, n_queries: int, n_keys: int, training: bool) -> 
         return "folded"
     if scheme.band is not None and n_keys > sum(scheme.band):
         return "banded"
-    return "dense" if n_keys <= DENSE else "blocks"
+    if n_keys <= DENSE:
+        return "dense"
+    plain = not masks and not own_positions and not scheme.overrides("normalize")
+    merges = scheme.overrides("far") and plain and not training and device == "cpu" and WITH_LSE
+    return "merged" if merges else "blocks"
 
 
 def attend(
@@ -81,19 +97,27 @@ def attend(
     """Causal attention of the last T of S tokens.
 
     q: (B, H, T, D); k, v: (B, H, S, D); i: (T,) and j: (S,) their positions;
-    state: (B, S, ...) or None -> (B, H, T, D).
+    state: (B, S, ...) or None -> (B, H, T, D). Queries and keys may be wider than D.
     """
     n_queries, n_keys = q.shape[2], k.shape[2]
     training = torch.is_grad_enabled()
-    path = choose_path(scheme, n_queries, n_keys, training)
+    path = choose_path(scheme, n_queries, n_keys, training, q.device.type)
+    if q.shape[-1] > v.shape[-1] and path in ("sdpa", "strips", "masked", "folded"):
+        # The fused kernel takes equal widths only, and its fall-back builds n x n.
+        wide = F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+        return attend(scheme, q, k, wide, i, j, state)[..., : v.shape[-1]]
+    scale = scheme.site.d_head**-0.5
     if path == "sdpa":
-        return F.scaled_dot_product_attention(q, k, v, is_causal=n_queries > 1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=n_queries > 1, scale=scale)
     if path == "strips":
         return _strips(scheme, q, k, v)
     if path == "masked":
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=_mask(scheme, i, j, q.dtype))
+        mask = _mask(scheme, i, j, q.dtype)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     if path == "folded":
         return _folded(scheme, q, k, v, j, state)
+    if path == "merged":
+        return _merged(scheme, q, k, v, i, j, state)
     if path == "dense":
         return block(scheme, q, k, v, i, j, state)[0]
     return _blocks(scheme, q, k, v, i, j, state, training)
@@ -130,7 +154,7 @@ def scores(
     scheme: Scheme, q: Tensor, k: Tensor, i: Tensor, j: Tensor, state: Tensor | None
 ) -> Tensor:
     """q k^T / sqrt(D) with all that the scheme adds, before the mask. (B, H, T, S)"""
-    z = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)  # (B, H, T, S)
+    z = (q * scheme.site.d_head**-0.5) @ k.transpose(-1, -2)  # (B, H, T, S)
     if scheme.overrides("distance_bias") and not scheme.overrides("positions"):
         z = z + _by_distance(scheme, q.shape[2], k.shape[2], q.device)
     elif scheme.overrides("distance_bias"):
@@ -219,27 +243,94 @@ def _strips(scheme: Scheme, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """A bias b(i - j) without an n x n tensor and without a copy.
 
     u holds b(S-1), ..., b(0) and then -inf. With the queries in reverse order, the bias of a block
-    is a view of u in which rows and columns both advance by one element.
+    is a view of u in which rows and columns both advance by one element. Keys whose bias leaves
+    them no weight in float32 are skipped, head by head.
     """
-    n_queries, n_keys = q.shape[2], k.shape[2]
+    n_heads, n_queries, n_keys = q.shape[1], q.shape[2], k.shape[2]
     rows = min(STRIP_ROWS, n_queries)
     if scheme.overrides("distance_bias"):
-        u = _reversed_bias(scheme, n_keys, rows, q.device, -torch.inf).to(q.dtype)
+        u = _reversed_bias(scheme, n_keys, rows, q.device, -torch.inf)  # (H, S + rows)
+        reach = _reach(u[:, :n_keys], q, k, scheme.site.d_head)
     else:
-        u = F.pad(torch.zeros(1, n_keys, device=q.device), (0, rows), value=-torch.inf).to(q.dtype)
-    heads = u.shape[0]
+        u = F.pad(torch.zeros(1, n_keys, device=q.device), (0, rows), value=-torch.inf)
+        u, reach = u.expand(n_heads, -1), [n_keys] * n_heads
+    u = u.to(q.dtype)
     reverse = q.flip(2)  # (B, H, T, D)
     out = torch.empty_like(reverse)
     for start in range(n_keys - n_queries, n_keys, rows):
         stop = min(start + rows, n_keys)
-        strip = u.as_strided(
-            (1, heads, stop - start, stop), (0, u.stride(0), 1, 1), n_keys - stop
-        )  # (1, H, rows, stop)
         here = slice(n_keys - stop, n_keys - start)
-        out[:, :, here] = F.scaled_dot_product_attention(
-            reverse[:, :, here], k[:, :, :stop], v[:, :, :stop], attn_mask=strip
-        )
+        firsts = [max(0, start + 1 - far) for far in reach]  # key of each head
+        for first, group in groupby(range(n_heads), firsts.__getitem__):
+            heads = list(group)
+            pick, seen = slice(heads[0], heads[-1] + 1), slice(first, stop)
+            strip = u.as_strided(
+                (1, len(heads), stop - start, stop - first),
+                (0, u.stride(0), 1, 1),
+                heads[0] * u.stride(0) + n_keys - stop + first,
+            )  # (1, heads, rows, keys)
+            out[:, pick, here] = F.scaled_dot_product_attention(
+                reverse[:, pick, here], k[:, pick, seen], v[:, pick, seen], attn_mask=strip,
+                scale=scheme.site.d_head**-0.5,
+            )  # fmt: skip
     return out.flip(2)  # (B, H, T, D)
+
+
+def _reach(u: Tensor, q: Tensor, k: Tensor, d_head: int) -> list[int]:
+    """How many of the nearest keys of each head can have weight at all.
+
+    u: b(S - 1), ..., b(0), (H, S). A score is at most M = |q| |k| / sqrt(D) away from zero, so all
+    S keys of a bias below b(0) - 2 M - ln S together weigh less than the query's own key; another
+    24 ln 2 below, less than a float32 can add to it. The bound holds whatever the bias' shape.
+    """
+    most = u.double().cummax(1).values  # of this distance and all farther ones
+    norms = (x.double().norm(dim=-1).amax((0, 2)) for x in (q, k))
+    bound = 2 * math.prod(norms) * d_head**-0.5 + math.log(u.shape[1]) + 24 * math.log(2)
+    return (most >= u[:, -1:] - bound[:, None]).sum(1).tolist()
+
+
+def _merged(
+    scheme: Scheme, q: Tensor, k: Tensor, v: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+) -> Tensor:
+    """Blocks of queries: their near keys by the definition, those beyond `reach` by the fused
+    kernel, merged by the sums of their exponentials."""
+    n_queries, n_keys = q.shape[2], k.shape[2]
+    out = []
+    for start in range(n_keys - n_queries, n_keys, MERGE_ROWS):
+        stop = min(start + MERGE_ROWS, n_keys)
+        first = max(0, start - scheme.reach)
+        here, near = (
+            slice(start - n_keys + n_queries, stop - n_keys + n_queries),
+            slice(first, stop),
+        )
+        own, own_i = q[:, :, here], i[..., here]
+        z = scores(
+            scheme, own, k[:, :, near], own_i, j[..., near],
+            None if state is None else state[:, near],
+        )  # (B, H, rows, near keys)  # fmt: skip
+        z = z.masked_fill(~_causal(stop - start, stop - first, q.device), -torch.inf)
+        near_sum = z.logsumexp(-1, keepdim=True)  # (B, H, rows, 1)
+        p = (z - near_sum).exp().to(v.dtype)
+        near_out = p @ v[:, :, near]  # (B, H, rows, D)
+        extra = scheme.value(p, own_i, j[..., near])
+        near_out = near_out if extra is None else near_out + extra
+        if first == 0:
+            out.append(near_out)
+            continue
+        before = None if state is None else state[:, :stop]
+        by_query, by_key, far_extra = scheme.far(own, own_i, j[..., :first], before)
+        mask = None
+        if by_key is not None:
+            mask = by_key.to(q.dtype).expand(*own.shape[:3], first)  # a stride of 0 over queries
+        far_out, far_sum = WITH_LSE(
+            own, k[:, :, :first], v[:, :, :first], 0.0, False, attn_mask=mask
+        )
+        far_sum = far_sum[..., None]  # (B, H, rows, 1)
+        far_sum = far_sum if by_query is None else far_sum + by_query
+        far_out = far_out if far_extra is None else far_out + far_extra
+        share = torch.sigmoid(near_sum - far_sum).to(v.dtype)  # the weight of all near keys
+        out.append(torch.lerp(far_out, near_out, share))
+    return torch.cat(out, 2)  # (B, H, T, D)
 
 
 def _folded(
@@ -251,7 +342,7 @@ def _folded(
     builds n x n. Queries are padded to S: is_causal wants a square. Half precision is raised to
     float32, as bfloat16 would not tell key 1023 from key 1024.
     """
-    d_head, n_queries, dtype = q.shape[-1], q.shape[2], q.dtype
+    width, n_queries, dtype = q.shape[-1], q.shape[2], q.dtype
     q = F.pad(q, (0, 0, k.shape[2] - n_queries, 0))  # (B, H, S, D)
     extra_q, extra_k = scheme.fold(j, state)  # (1 or B, H, S, F)
     n_extra = extra_q.shape[-1]
@@ -263,5 +354,6 @@ def _folded(
     )
     v = F.pad(v.to(wide), (0, n_extra))  # (B, H, S, D + F)
     with torch.autocast(q.device.type, enabled=False):  # which would lower them again
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=d_head**-0.5)
-    return out[:, :, -n_queries:, :d_head].to(dtype)  # (B, H, T, D)
+        scale = scheme.site.d_head**-0.5
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return out[:, :, -n_queries:, :width].to(dtype)  # (B, H, T, D)

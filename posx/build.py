@@ -75,8 +75,9 @@ class Extension:
         if not self.fits(node):
             files = catalog.files("scheme").items()
             names = [name for name, path in files if self.fits(load_yaml(path))]
+            kinds = " or ".join(kind.__name__ for kind in typing.get_args(self.kind) or [self.kind])
             raise UserError(
-                f"extension {self.name} changes {self.kind.__name__}, not {node['name']}: it "
+                f"extension {self.name} changes {kinds}, not {node['name']}: it "
                 f"applies to {', '.join(names) or 'no scheme in the catalogue'}"
             )
 

@@ -1,5 +1,6 @@
 """Every path of attention against the definition, for blocks of any size."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from posx import attention
 from posx.attention import DENSE, attend, block, choose_path
-from posx.conformance import B, H, Layer, Subject, by_rows, layer
+from posx.conformance import B, D, H, Layer, Subject, by_rows, layer
 from posx.schemes.base import Nope, Scheme
+from posx.schemes.relative import Shaw
 
 
 class Sinks(Scheme):
@@ -145,7 +147,8 @@ def test_paths_follow_the_hooks() -> None:
     assert path("t5", 9, 9, True) == "dense"  # its bias needs a gradient
     assert path("t5", long, long, True) == "blocks"
     assert path("shaw", 9, 9, False) == "dense"
-    assert path("shaw", long, long, False) == "blocks"
+    assert path("shaw", long, long, False) == "merged"
+    assert path("shaw", long, long, True) == "blocks"
     assert path("window", long, long, False) == "banded"
     assert path("Gated", 9, 9, False) == "dense"
     assert path("Gated", 9, 9, True) == "folded"
@@ -170,6 +173,7 @@ def test_no_n_by_n_tensor_at_8192_tokens(name: str) -> None:
     scheme = SUBJECTS[name].scheme()
     if scheme.max_len is not None:  # then it is as long as its training was
         scheme = SUBJECTS[name].scheme(train_len=n)
+        n = min(n, scheme.max_len or n)
     with torch.no_grad():
         given = layer(scheme, n)
         with Largest() as largest:
@@ -238,3 +242,135 @@ def test_nope_sees_order_through_the_mask_alone() -> None:
     causal = attend(*of_last(given, 6))
     turned = given._replace(**{part: getattr(given, part)[:, :, order] for part in "qkv"})
     assert (attend(*of_last(turned, 6)) - causal[:, :, order]).abs().max() > 0.1
+
+
+class FarGated(Gated):
+    """The forget gates with their form for far keys: a term a query and a term a key."""
+
+    reach = 3
+
+    def far(
+        self, q: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor, None]:
+        total = self._total(state)  # (B, H, N)
+        start = total[:, :, -q.shape[2], None]  # (B, H, 1), what both terms are counted from
+        by_query = (total[:, :, -q.shape[2] :] - start)[..., None]
+        return by_query, (start - total[:, :, : j.shape[-1]])[:, :, None], None
+
+
+@pytest.mark.parametrize("n_queries", [DENSE + 5, 70])
+@pytest.mark.parametrize("make_scheme", [FarGated, partial(Shaw, k=5)], ids=["gates", "vectors"])
+def test_far_keys_are_merged_exactly(
+    monkeypatch: pytest.MonkeyPatch, make_scheme: Any, n_queries: int
+) -> None:
+    monkeypatch.setattr(attention, "MERGE_ROWS", 64)
+    scheme = Subject("far", make_scheme, "").scheme()
+    given = layer(scheme, DENSE + 5)
+    assert choose_path(scheme, n_queries, DENSE + 5, training=False) == "merged"
+    with torch.no_grad():
+        got = attend(*of_last(given, n_queries))[:, :, -66:]
+    # sums of 1029 float32 terms of order 1
+    assert (got.double() - by_rows(given, 66)).abs().max() < 5e-6
+
+
+def test_far_keys_are_not_merged_where_the_kernel_gives_no_sums(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scheme = FarGated(SUBJECTS["nope"].site())
+    assert choose_path(scheme, 9, DENSE + 1, training=True) == "folded"
+    assert choose_path(scheme, 9, DENSE + 1, training=False, device="cuda") == "blocks"
+    monkeypatch.setattr(attention, "WITH_LSE", None)
+    assert choose_path(scheme, 9, DENSE + 1, training=False) == "blocks"
+
+
+class Hump(Scheme):
+    """A bias that falls, rises again far away in one head, and falls for good."""
+
+    def distance_bias(self, d: Tensor) -> Tensor:
+        d = d.double()
+        falls = torch.stack([-3.0 * d, -0.5 * d, -0.001 * d])
+        falls[1] = torch.where(d > 900, -10.0, falls[1])
+        return falls.float()
+
+
+def test_keys_without_weight_are_skipped_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme = Hump(SUBJECTS["nope"].site())
+    given = layer(scheme, 1000)
+    u = scheme.distance_bias(torch.arange(999, -1, -1))
+    reach = attention._reach(u, given.q, given.k, D)
+    assert reach[0] < 60  # 2 M is some 20 here
+    assert reach[1:] == [1000, 1000]  # what is far may count, whatever lies between
+    with torch.no_grad():
+        got = attend(*of_last(given, 1000))[:, :, -40:]
+    assert (got.double() - by_rows(given, 40)).abs().max() < 2e-6
+
+
+def test_reach_is_a_bound() -> None:
+    """With the largest scores that the norms allow, everything skipped weighs below 2^-24."""
+    n, slope = 400, 0.7
+    q, k = torch.zeros(1, 1, n, 8), torch.zeros(1, 1, n, 8)
+    q[..., 0], k[..., 0] = 4.0, 5.0
+    k[:, :, -1, 0] = -5.0  # the own key of the last query is the worst, the others the best
+    u = -slope * torch.arange(n - 1, -1, -1.0)[None]
+    (reach,) = attention._reach(u, q, k, D)
+    z = q[0, 0, -1].double() @ k[0, 0].double().T / 8**0.5 + u[0].double()
+    p = (z - z[-1]).exp()
+    assert p[: n - reach].sum() < 2**-24
+    assert reach < n / 4
+
+
+class Doubled(Scheme):
+    """Queries and keys of two numbers a dimension, so the score is twice that of NoPE."""
+
+    def prepare(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, pos: Tensor, past: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        return torch.cat([q, q], -1), torch.cat([k, k], -1), v, None
+
+
+class DoubledFalls(Doubled):
+    """The same with a bias, in both of its forms."""
+
+    def distance_bias(self, d: Tensor) -> Tensor:
+        return -0.1 * d.double().expand(self.site.n_heads, *d.shape)
+
+    def fold(self, pos: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        key = 0.1 * self.site.d_head**0.5 * pos.double().view(1, 1, -1, 1).expand(1, H, -1, 1)
+        return torch.ones_like(key), key
+
+
+@pytest.mark.parametrize("kind", [Doubled, DoubledFalls])
+@pytest.mark.parametrize("n_queries", [1, 11, N])
+@pytest.mark.parametrize("dense_keys", [0, DENSE])
+@pytest.mark.parametrize("training", [False, True])
+def test_wide_queries_and_keys(
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Scheme],
+    n_queries: int,
+    dense_keys: int,
+    training: bool,
+) -> None:
+    """Against a loop: scores are divided by sqrt(d_head), whatever the width of q and k."""
+    monkeypatch.setattr(attention, "DENSE", dense_keys)
+    scheme = kind(SUBJECTS["nope"].site())
+    given = layer(scheme, N, dtype=torch.float64)
+    plain = layer(SUBJECTS["nope"].scheme(), N, dtype=torch.float64)
+    with torch.set_grad_enabled(training):
+        got = attend(*of_last(given, n_queries))
+    assert got.shape == (B, H, n_queries, 8)
+    for t in range(N - n_queries, N):
+        z = 2 * (plain.q[:, :, t, None] * plain.k[:, :, : t + 1]).sum(-1) / 8**0.5  # (B, H, t + 1)
+        if kind is DoubledFalls:
+            z = z - 0.1 * (t - torch.arange(t + 1)).double()
+        want = (z.softmax(-1)[..., None] * plain.v[:, :, : t + 1]).sum(2)
+        assert (got[:, :, t - N] - want).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_wide_queries_and_keys_stay_on_the_fused_kernel(training: bool) -> None:
+    """Its fall-back for a value of another width holds n x n scores."""
+    n = 3000
+    given = layer(Doubled(SUBJECTS["nope"].site()), n)
+    with torch.set_grad_enabled(training), Largest() as largest:
+        attend(*of_last(given, n))
+    assert largest.numel < n * n / 16

@@ -419,7 +419,7 @@ def test_weights_of_another_shape(damaged: Callable[..., Path]) -> None:
     [
         "evil.Rope",
         "posx.runs.write_text",  # of posx, but no scheme
-        "posx.schemes.rotary.copy.deepcopy",  # reached through a module of posx
+        "posx.schemes.scaling.copy.deepcopy",  # reached through a module of posx
     ],
 )
 def test_code_of_strangers_is_not_run(damaged: Callable[..., Path], target: str) -> None:

@@ -100,7 +100,7 @@ def test_schemes_are_chosen_by_their_facts(tmp_path: Path) -> None:
     assert names("year=2017,2018") == names("year=2017") | names("year=2018")
     assert "sinusoidal" not in names("relative=yes")
     for words, said in (
-        (["famly=bias"], "did you mean 'family'?"),
+        (["famil=bias"], "did you mean 'family'?"),
         (["alibi"], "cannot choose schemes by 'alibi'"),
         (["family=bia"], "no scheme has family=bia (did you mean 'bias'?)"),
         (["family=bias", "enters=mask"], "no scheme has family=bias and enters=mask"),

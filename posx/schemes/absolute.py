@@ -15,15 +15,32 @@ from torch import Tensor, nn
 from posx.errors import UserError
 from posx.schemes.base import Scheme, Site
 
+LAYOUTS = ("interleaved", "half")
+SPREADS = ("vaswani", "t2t")
 
-def sinusoids(pos: Tensor, d_model: int, base: float, exponent_sign: int) -> Tensor:
-    """sin and cos of p * base^(sign * 2c / d_model) in columns 2c and 2c + 1.
 
-    pos: (T,) or (B, T) -> (T, E) or (B, T, E), float64. At an odd width the last column is a sine.
+def sinusoids(
+    pos: Tensor,
+    d_model: int,
+    base: float,
+    exponent_sign: int,
+    layout: str = "interleaved",
+    spread: str = "vaswani",
+) -> Tensor:
+    """sin and cos of p * base^(sign * e_c) in columns 2c and 2c + 1, or all sines before all
+    cosines when the layout is `half`.
+
+    e_c is 2c / d_model, or c / (n - 1) for the n = d_model // 2 pairs of the spread `t2t`.
+    pos: (T,) or (B, T) -> (T, E) or (B, T, E), float64. An odd width has one sine more than
+    cosines; with t2t its last column is zero.
     """
-    pair = torch.arange((d_model + 1) // 2, dtype=torch.float64, device=pos.device)
-    angle = pos.double()[..., None] * base ** (exponent_sign * 2 * pair / d_model)
-    return torch.stack([angle.sin(), angle.cos()], -1).flatten(-2)[..., :d_model]
+    pairs = d_model // 2 if spread == "t2t" else (d_model + 1) // 2
+    pair = torch.arange(pairs, dtype=torch.float64, device=pos.device)
+    exponent = pair / max(pairs - 1, 1) if spread == "t2t" else 2 * pair / d_model
+    angle = pos.double()[..., None] * base ** (exponent_sign * exponent)  # (T, pairs)
+    parts = angle.sin(), angle.cos()
+    table = torch.cat(parts, -1) if layout == "half" else torch.stack(parts, -1).flatten(-2)
+    return F.pad(table, (0, d_model - table.shape[-1]))  # cuts or fills the column of an odd width
 
 
 class Sinusoidal(Scheme):
@@ -32,12 +49,22 @@ class Sinusoidal(Scheme):
     Vaswani et al. 2017 (arXiv:1706.03762). u(p + D) = A(D) u(p) with A a rotation of every pair, so
     the next positions are linear functions of this one. The formula has no longest length; beyond
     the training length the slow pairs reach phases that the model has never seen. No parameters.
-    `exponent_sign` +1 makes the frequencies rise with the column instead of fall.
+    `exponent_sign` +1 makes the frequencies rise with the column instead of fall. Marian and the
+    paper's own code, tensor2tensor, have all sines before all cosines (layout=half), another order
+    of the same columns. tensor2tensor and fairseq also spread the pairs otherwise (spread=t2t): of
+    n = d_model // 2 pairs the last has w = 1 / base exactly, w_c = base^(-c / (n - 1)).
     """
 
     enters = "input"
 
-    def __init__(self, site: Site, base: float = 10000.0, exponent_sign: int = -1) -> None:
+    def __init__(
+        self,
+        site: Site,
+        base: float = 10000.0,
+        exponent_sign: int = -1,
+        layout: str = "interleaved",
+        spread: str = "vaswani",
+    ) -> None:
         super().__init__(site)
         if base <= 1:
             raise UserError(f"sinusoidal: base is {base}; it must be above 1, the paper has 10000")
@@ -46,12 +73,24 @@ class Sinusoidal(Scheme):
                 f"sinusoidal: exponent_sign is {exponent_sign}; use -1, as the paper, or 1 for "
                 "frequencies that rise with the column"
             )
+        if layout not in LAYOUTS:
+            raise UserError(
+                f"sinusoidal: layout {layout!r} is not known: use {' or '.join(LAYOUTS)}"
+            )
+        if spread not in SPREADS:
+            raise UserError(
+                f"sinusoidal: spread {spread!r} is not known: use {' or '.join(SPREADS)}"
+            )
         self.base = base
         self.exponent_sign = exponent_sign
+        self.layout = layout
+        self.spread = spread
 
     def embed(self, x: Tensor, pos: Tensor) -> Tensor:
         _check_input("sinusoidal", x, self.site.d_model)
-        table = sinusoids(pos, self.site.d_model, self.base, self.exponent_sign)  # (T, E)
+        table = sinusoids(
+            pos, self.site.d_model, self.base, self.exponent_sign, self.layout, self.spread
+        )  # (T, E)
         return x + table.to(x)
 
 
@@ -82,7 +121,7 @@ class Learned(Scheme):
         if length > rows:
             raise UserError(
                 f"learned: length {length} is beyond max_len {rows}, the table has no row for "
-                f"position {length - 1}: evaluate with --extend interpolate or --extend clip, or "
+                f"position {length - 1}: evaluate with --extend interpolate, clip or wrap, or "
                 f"train with scheme.max_len={length}"
             )
         return x + self.table[pos]
@@ -131,6 +170,18 @@ def clip(scheme: Learned, length: int) -> Learned:
     rows = _trained_rows(scheme)  # (L, E)
     position = torch.arange(length, device=rows.device).clamp(max=len(rows) - 1)
     return _with_table(scheme, rows[position])
+
+
+def wrap(scheme: Learned, length: int) -> Learned:
+    """Start the table again after the L rows that training reached: position p reads row p mod L.
+
+    Neighbours stay neighbours except at the seams; positions that are L apart cannot be told apart.
+    A table that is long enough stays as it is.
+    """
+    if length <= len(scheme.table):
+        return copy.deepcopy(scheme)
+    rows = _trained_rows(scheme)  # (L, E)
+    return _with_table(scheme, rows[torch.arange(length, device=rows.device) % len(rows)])
 
 
 def _trained_rows(scheme: Learned) -> Tensor:

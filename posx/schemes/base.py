@@ -13,14 +13,15 @@ The T queries of a block are always the last T of its S keys, so per-token state
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
 HOOKS = (
-    "positions", "embed", "prepare", "scores", "mask", "value", "normalize", "fold", "distance_bias"
-)  # fmt: skip
+    *("positions", "embed", "prepare", "scores", "mask", "value", "normalize"),
+    *("fold", "distance_bias", "far"),
+)
 PLACES = (  # where position enters
     "positions", "input", "q/k", "score", "score+value", "softmax", "mask"
 )  # fmt: skip
@@ -55,17 +56,20 @@ class Scheme(nn.Module):
     """
 
     # Traits: facts about the class that attention, conformance and tables read.
-    enters: ClassVar[str] = "mask"  # where position enters: one of PLACES
-    shared: ClassVar[bool] = False  # one object for all layers instead of one a layer
-    relative: ClassVar[bool] = False  # moving all positions by the same amount changes nothing
-    length_dependent: ClassVar[bool] = False  # the output of a prefix depends on the total length
-    kv: ClassVar[bool] = True  # keys may be cached: decoding step by step equals the full pass
+    enters: str = "mask"  # where position enters: one of PLACES
+    shared: bool = False  # one object for all layers instead of one a layer
+    relative: bool = False  # moving all positions by the same amount changes nothing
+    length_dependent: bool = False  # the output of a prefix depends on the total length
+    kv: bool = True  # keys may be cached: decoding step by step equals the full pass
     max_len: int | None = None  # longest sequence it can process, in tokens; None: no limit
 
     # (sinks, window) when every query sees only the first `sinks` and the last `window` keys
     # (itself included); None when all earlier keys are visible. It says which keys attention may
     # skip and hides none of them: `mask` does that, so a band comes with it.
     band: tuple[int, int] | None = None
+
+    # More tokens than this before a query, `far` holds.
+    reach: int = 0
 
     def __init__(self, site: Site) -> None:
         super().__init__()
@@ -140,7 +144,7 @@ class Scheme(nn.Module):
         """Scores to weights over the last axis; masked entries are -inf. (B, H, T, S) -> same."""
         return z.softmax(-1)
 
-    # -- two shortcuts ---------------------------------------------------------------------------
+    # -- three shortcuts -------------------------------------------------------------------------
 
     def fold(self, pos: Tensor, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The bias as an inner product of extra query and key dimensions.
@@ -160,6 +164,22 @@ class Scheme(nn.Module):
         d: any shape -> (H, *d.shape), in float32 or more.
         """
         raise AssertionError("attention asks for distance_bias only where it is overridden")
+
+    def far(
+        self, q: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """What `scores` and `value` come to for keys far behind: a term a query and a term a key.
+
+        q: (B, H, T, D); i: (T,) and j: (S,) positions of the queries and of keys that all lie more
+        than `reach` tokens before the first of them; state: (B, N, ...) of all keys so far, those
+        keys first and the queries last, or None.
+        Returns what is added to the scores of a query (B, H, T, 1) and of a key (1 or B, H, 1, S),
+        and to the output of those keys (broadcasts to (B, H, T, D)); None for nothing.
+
+        A second form of `scores` and `value`, which come with it. Evaluation of long inputs then
+        runs the far keys through the fused kernel.
+        """
+        raise AssertionError("attention asks for far only where it is overridden")
 
     # --------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from posx.schemes.base import Maker, Scheme, Site
 
 
-def _of_over(trait: str) -> Any:
+def of_over(trait: str) -> Any:
     """A class attribute that is read from the inner scheme."""
     return property(lambda scheme: getattr(scheme.over, trait))
 
@@ -28,13 +28,14 @@ class Over(Scheme):
         self.over = over(site)
 
     # The traits are those of the inner scheme, whatever an extension may later put in its place.
-    enters = _of_over("enters")
-    shared = _of_over("shared")
-    relative = _of_over("relative")
-    length_dependent = _of_over("length_dependent")
-    kv = _of_over("kv")
-    max_len = _of_over("max_len")
-    band = _of_over("band")
+    enters = of_over("enters")
+    shared = of_over("shared")
+    relative = of_over("relative")
+    length_dependent = of_over("length_dependent")
+    kv = of_over("kv")
+    max_len = of_over("max_len")
+    band = of_over("band")
+    reach = of_over("reach")
 
     def overrides(self, hook: str) -> bool:
         return getattr(type(self), hook) is not getattr(Over, hook) or self.over.overrides(hook)
@@ -69,3 +70,8 @@ class Over(Scheme):
 
     def distance_bias(self, d: Tensor) -> Tensor:
         return self.over.distance_bias(d)
+
+    def far(
+        self, q: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self.over.far(q, i, j, state)

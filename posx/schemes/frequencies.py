@@ -84,3 +84,33 @@ def yarn_attention_factor(factor: float) -> float:
     Peng et al. 2023 (arXiv:2309.00071), 3.4: 1 / sqrt(t) there.
     """
     return 0.1 * math.log(factor) + 1
+
+
+def top(count: int, share: float) -> Tensor:
+    """1 for the fastest `share` of `count` pairs, rounded down, and 0 for the others: p-RoPE.
+
+    Barbero et al. 2024 (arXiv:2410.06205).
+    """
+    return (torch.arange(count) < int(share * count)).double()
+
+
+def clip(count: int, share: float, soft: bool) -> Tensor:
+    """Factors of the frequencies of `count` pairs that take the slowest out: clipped RoPE.
+
+    1 but for the slowest `share` of the pairs, rounded; there (1 + cos u) / 2 with u from 0 to pi
+    in even steps, ends included, or 0 when not soft. Li et al. 2026 (arXiv:2602.05258).
+    """
+    slow = round(share * count)
+    u = torch.linspace(0, math.pi, slow, dtype=torch.float64)
+    taper = (1 + u.cos()) / 2 if soft else torch.zeros_like(u)
+    return torch.cat([torch.ones(count - slow, dtype=torch.float64), taper])
+
+
+def full_turns(base: float, dim: int, train_len: int) -> Tensor:
+    """1 for the pairs that make a full turn in `train_len` tokens, theta_c >= 2 pi / L, else 0."""
+    return (rope(base, dim) >= 2 * math.pi / train_len).double()
+
+
+def resonance(theta: Tensor) -> Tensor:
+    """2 pi / round(2 pi / theta): waves of whole tokens. Wang et al. 2024 (arXiv:2403.00071)."""
+    return 2 * math.pi / (2 * math.pi / theta).round()

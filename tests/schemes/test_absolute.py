@@ -6,8 +6,9 @@ import pytest
 import torch
 from oracles import SITE, B, E, T, close, golden
 
+from posx import conformance
 from posx.errors import UserError
-from posx.schemes.absolute import Learned, Sinusoidal, clip, interpolate, sinusoids
+from posx.schemes.absolute import Learned, Sinusoidal, clip, interpolate, sinusoids, wrap
 from posx.schemes.base import Site
 
 
@@ -27,6 +28,37 @@ def test_sinusoidal_golden_far_and_odd():
     close(sinusoids(torch.arange(6), 7, 1e4, -1), odd, atol=1e-7)
 
 
+@pytest.mark.parametrize("d_model", [7, 8])
+@pytest.mark.parametrize(
+    ("spread", "key"),
+    [
+        ("vaswani", "concat_half_vaswani_freqs_d{}_n6__marian"),
+        ("t2t", "concat_half_t2t_freqs_d{}_n6__fsmt"),
+    ],
+)
+def test_sinusoidal_variants_golden(d_model, spread, key):
+    want = torch.tensor(golden("sinusoidal")[key.format(d_model)])  # (6, E)
+    scheme = Sinusoidal(Site(d_model, 1, d_model, 6), layout="half", spread=spread)
+    got = scheme.embed(torch.zeros(B, 6, d_model), torch.arange(6))
+    close(got, want.expand(B, 6, d_model), atol=3e-7)  # float32 angles up to 5 in their code
+
+
+@pytest.mark.parametrize("sign", [-1, 1])
+@pytest.mark.parametrize("layout", ["interleaved", "half"])
+@pytest.mark.parametrize("d_model", [1, 2, 3, 7, 10])
+def test_sinusoidal_t2t_formula(d_model, layout, sign):
+    """w_c = base^(sign c / (n - 1)) for n = d_model // 2 pairs, and no column for the odd one."""
+    pos, n = [0, 1, 100, 8191], d_model // 2
+    got = sinusoids(torch.tensor(pos), d_model, 50.0, sign, layout, "t2t")
+    for row, p in enumerate(pos):
+        want = [0.0] * d_model
+        for c in range(n):
+            angle = p * 50.0 ** (sign * c / max(n - 1, 1))
+            sine, cosine = (2 * c, 2 * c + 1) if layout == "interleaved" else (c, n + c)
+            want[sine], want[cosine] = math.sin(angle), math.cos(angle)
+        close(got[row], want, atol=1e-9)  # angles reach 4e5, where float64 keeps 6e-11
+
+
 @pytest.mark.parametrize("d_model", [1, 7, 8])
 @pytest.mark.parametrize(("base", "sign"), [(1e4, -1), (50.0, -1), (1e4, 1)])
 def test_sinusoidal_formula(d_model, base, sign):
@@ -43,7 +75,7 @@ def test_sinusoidal_formula(d_model, base, sign):
 
 def test_sinusoidal_options_reach_the_embedding():
     x, pos = torch.zeros(B, T, E), torch.arange(T)
-    for options in ({"base": 50.0}, {"exponent_sign": 1}):
+    for options in ({"base": 50.0}, {"exponent_sign": 1}, {"layout": "half"}, {"spread": "t2t"}):
         changed = Sinusoidal(SITE, **options).embed(x, pos)
         assert not torch.allclose(changed, Sinusoidal(SITE).embed(x, pos), atol=0.1)
 
@@ -87,6 +119,10 @@ def test_sinusoidal_refuses_bad_options():
         Sinusoidal(SITE, exponent_sign=0)
     with pytest.raises(UserError, match=r"base is 1"):
         Sinusoidal(SITE, base=1)
+    with pytest.raises(UserError, match=r"layout 'halves' is not known: use interleaved or half"):
+        Sinusoidal(SITE, layout="halves")
+    with pytest.raises(UserError, match=r"spread 'even' is not known: use vaswani or t2t"):
+        Sinusoidal(SITE, spread="even")
 
 
 def test_learned_adds_its_rows():
@@ -111,7 +147,14 @@ def test_learned_beyond_its_table_says_what_to_do():
     with pytest.raises(UserError) as error:
         scheme.embed(torch.zeros(B, 8, E), torch.arange(8))
     text = str(error.value)
-    for part in ("length 8", "max_len 7", "--extend interpolate", "clip", "scheme.max_len=8"):
+    for part in (
+        "length 8",
+        "max_len 7",
+        "--extend interpolate",
+        "clip",
+        "wrap",
+        "scheme.max_len=8",
+    ):
         assert part in text
     with pytest.raises(UserError, match="length 8"):  # one token after a cache
         scheme.embed(torch.zeros(B, 1, E), torch.tensor([7]))
@@ -141,7 +184,33 @@ def test_clip_repeats_the_last_row():
     assert torch.equal(longer.table[5:], scheme.table[4].expand(4, E))
 
 
-@pytest.mark.parametrize("extend", [interpolate, clip])
+def test_wrap_starts_the_table_again():
+    scheme = Learned(SITE, max_len=5)
+    longer = wrap(scheme, 13)
+    assert longer.max_len == 13
+    for p in range(13):
+        assert torch.equal(longer.table[p], scheme.table[p % 5])
+
+
+def test_wrapped_table_is_a_sound_scheme():
+    def wrapped(site: Site) -> Learned:
+        return wrap(Learned(site), 4 * site.train_len)
+
+    results = conformance.run(conformance.Subject("wrap", wrapped, "Wrap: of a test"))
+    assert [result for result in results if not result.passed] == []
+
+
+@pytest.mark.parametrize("extend", [interpolate, clip, wrap])
+def test_table_extensions_use_the_rows_that_training_reached(extend):
+    """The last token of a sequence is no input, so the last row of the table may be as drawn."""
+    scheme = Learned(Site(d_model=E, n_heads=3, d_head=8, train_len=16, seen=11))
+    longer = extend(scheme, 40)
+    with torch.no_grad():
+        scheme.table[11:] = 1e6
+    assert torch.equal(longer.table, extend(scheme, 40).table)
+
+
+@pytest.mark.parametrize("extend", [interpolate, clip, wrap])
 def test_table_extensions_copy_and_leave_enough_alone(extend):
     scheme = Learned(SITE)
     before = scheme.table.detach().clone()

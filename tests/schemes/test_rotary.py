@@ -1,23 +1,20 @@
-"""Rotary positions and the extensions of a trained RoPE, against formulas and published code."""
+"""Rotary positions against formulas and published code."""
 
-import copy
-import itertools
 import math
-from functools import partial
 
 import pytest
 import torch
 from oracles import NO_X, SITE, B, D, H, T, close, golden
 
 from posx import catalog
-from posx.build import load_yaml, make_extension
+from posx.build import load_yaml, make_scheme
 from posx.errors import UserError
 from posx.schemes import frequencies
-from posx.schemes.base import Site
-from posx.schemes.rotary import Rope, dynamic, ntk, pi, yarn
+from posx.schemes.base import Scheme, Site
+from posx.schemes.rotary import Rope
 
 
-def turn(scheme: Rope, q: torch.Tensor, k: torch.Tensor, pos: torch.Tensor):
+def turn(scheme: Scheme, q: torch.Tensor, k: torch.Tensor, pos: torch.Tensor):
     """q and k after the scheme. (B, H, T, D)"""
     q, k, v, state = scheme.prepare(NO_X, q, k, NO_X, pos, None)
     assert v is NO_X
@@ -170,170 +167,17 @@ def test_rope_refuses_widths_that_cannot_turn():
         Rope(SITE, base=1)
 
 
-# -- extensions of RoPE --------------------------------------------------------------------------
+def test_variants_of_the_catalogue_are_rope_with_other_keys():
+    def built(name, site):
+        return make_scheme(load_yaml(catalog.find("scheme", name)), site)
 
-
-def rope_of(dim: int) -> Rope:
-    """The trained scheme of the golden file: base 10000, training length 512."""
-    return Rope(Site(dim, 1, dim, 512))
-
-
-@pytest.mark.parametrize("dim", [16, 64])
-@pytest.mark.parametrize("factor", [4, 16])
-@pytest.mark.parametrize(
-    ("name", "extend"),
-    [("linear", pi), ("ntk_static", ntk), ("yarn", partial(yarn, ramp="pairs"))],
-    ids=["linear", "ntk", "yarn"],
-)
-def test_static_extensions_golden(name, extend, dim, factor):
-    want = golden("rope_scaling")[f"{name}_d{dim}_factor{factor}"]
-    for scheme in (extend(rope_of(dim), 512 * factor), extend(rope_of(dim), 99, factor=factor)):
-        close(scheme.inv_freq / torch.tensor(want["inv_freq"]), torch.ones(dim // 2), atol=2e-6)
-        assert scheme.attention_factor == pytest.approx(want["attention_factor"], abs=1e-7)
-
-
-def test_dynamic_golden():
-    cases = [name for name in golden("rope_scaling") if name.startswith("dynamic")]
-    assert len(cases) == 23
-    for name in cases:
-        _, dim, factor, n = name.split("_")
-        dim, factor, n = int(dim[1:]), float(factor[6:]), int(n[3:])
-        got = dynamic(rope_of(dim), 99, factor=factor).frequencies(n)
-        want = torch.tensor(golden("rope_scaling")[name]["inv_freq"])
-        close(got / want, torch.ones(dim // 2), atol=2e-6)
-
-
-@pytest.mark.parametrize("extend", [pi, ntk, dynamic, yarn])
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rope_extensions_change_a_copy_only(extend, interleaved):
-    scheme = Rope(SITE, base=500.0, rotary_dim=6, interleaved=interleaved)
-    before = copy.deepcopy(scheme)
-    q, k = torch.randn(2, B, H, 40, D)
-    pos = torch.arange(40)
-    plain = turn(scheme, q, k, pos)
-    longer = extend(scheme, 40)
-    assert longer is not scheme
-    assert (longer.base, longer.rotary_dim, longer.interleaved) == (500.0, 6, interleaved)
-    assert not torch.allclose(turn(longer, q, k, pos)[0], plain[0], atol=1e-2)
-    assert torch.equal(scheme.inv_freq, before.inv_freq)
-    assert scheme.attention_factor == 1.0
-    assert all(map(torch.equal, turn(scheme, q, k, pos), plain))
-
-
-@pytest.mark.parametrize("extend", [pi, ntk, dynamic, yarn])
-@pytest.mark.parametrize("length", [1, 10, 16])
-def test_rope_extensions_do_nothing_within_the_training_length(extend, length):
-    scheme = Rope(SITE)
-    q, k = torch.randn(2, B, H, length, D)
-    pos = torch.arange(length)
-    assert all(map(torch.equal, turn(extend(scheme, length), q, k, pos), turn(scheme, q, k, pos)))
-    one = extend(scheme, 999, factor=1.0)
-    assert all(map(torch.equal, turn(one, q, k, pos), turn(scheme, q, k, pos)))
-
-
-@pytest.mark.parametrize("extend", [pi, ntk, yarn])
-def test_extensions_start_from_the_trained_base(extend):
-    """Extending an extended scheme is extending the trained one: factors do not multiply."""
-    once, twice = extend(Rope(SITE), 64), extend(yarn(Rope(SITE), 48), 64)
-    assert torch.equal(once.inv_freq, twice.inv_freq)
-    assert once.attention_factor == twice.attention_factor
-
-
-@pytest.mark.parametrize("extend", [pi, ntk, dynamic, yarn])
-def test_rope_extensions_keep_float32_angles(extend):
-    longer = extend(Rope(SITE), 64)
-    want = longer.frequencies(64)
-    got = copy.deepcopy(longer).to(torch.bfloat16).frequencies(64)
-    assert got.dtype == torch.float32
-    assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("extend", [pi, ntk, dynamic, yarn])
-def test_rope_extensions_refuse_to_squeeze(extend):
-    with pytest.raises(
-        UserError, match=rf"{extend.__name__}: factor is 0.5; it must be at least 1"
-    ):
-        extend(Rope(SITE), 64, factor=0.5)
-
-
-def test_ntk_keeps_the_fastest_pair_and_divides_the_slowest():
-    plain, got = frequencies.rope(1e4, 16), frequencies.ntk(1e4, 16, 4)
-    assert got[0] == plain[0] == 1
-    assert got[-1].item() == pytest.approx(plain[-1].item() / 4, rel=1e-12)
-    for extend in (ntk, dynamic):
-        with pytest.raises(UserError, match=r"2 rotated dimensions are one pair.*pi"):
-            extend(Rope(SITE, rotary_dim=2), 64)
-
-
-def test_dynamic_follows_the_length_of_every_pass():
-    scheme = dynamic(Rope(SITE), 999)
-    slowest = [scheme.frequencies(n)[-1].item() for n in (1, 16, 17, 32, 64, 1000)]
-    assert slowest[0] == slowest[1]
-    assert all(a > b for a, b in itertools.pairwise(slowest[1:]))
-    q = torch.randn(B, H, 64, D)
-    long = turn(scheme, q, q, torch.arange(64))[0]
-    short = turn(scheme, q[:, :, :16], q[:, :, :16], torch.arange(16))[0]
-    assert not torch.allclose(long[:, :, :16], short, atol=1e-2)  # a prefix changes
-    # a short pass after a long one is the trained scheme again
-    assert torch.equal(short, turn(Rope(SITE), q[:, :, :16], q[:, :, :16], torch.arange(16))[0])
-    assert torch.equal(long, turn(ntk(Rope(SITE), 64), q, q, torch.arange(64))[0])  # factor n / L
-
-
-def test_length_following_schemes_are_not_extended_again():
-    scheme = dynamic(Rope(SITE), 64)
-    for extend in (pi, ntk, yarn):
-        with pytest.raises(UserError, match="DynamicRope follow the length"):
-            extend(scheme, 64)
-    with pytest.raises(UserError, match="dynamic: the scheme is DynamicRope"):
-        dynamic(scheme, 64)
-
-
-def test_yarn_sharpens_scores_by_its_factor_squared():
-    scheme = yarn(Rope(SITE), 64)
-    temperature = 0.1 * math.log(4) + 1
-    q, k = torch.randn(2, B, H, T, D)
-    same = torch.full((T,), 9)  # equal positions: rotations cancel
-    turned_q, turned_k = turn(scheme, q, k, same)
-    close((turned_q * turned_k).sum(-1), (q * k).double().sum(-1) * temperature**2, atol=1e-5)
-
-
-def test_yarn_ramp_by_turns():
-    """Pairs above beta_fast turns stay, pairs below beta_slow are divided by s, others blend."""
-    train_len, dim, factor = 4096, 64, 8.0
-    plain = frequencies.rope(1e4, dim)
-    turns = train_len * plain / (2 * math.pi)
-    got = frequencies.yarn(1e4, dim, factor, train_len, 32, 1, "turns")
-    torch.testing.assert_close(got[turns > 32], plain[turns > 32])
-    torch.testing.assert_close(got[turns < 1], plain[turns < 1] / factor)
-    between = (turns < 32) & (turns > 1)
-    assert between.sum() > 5
-    kept = (got * factor / plain - 1)[between] / (factor - 1)  # g
-    torch.testing.assert_close(kept, (turns[between] - 1) / 31)
-
-
-def test_yarn_scaled_ramp_at_a_short_training_length():
-    """At 64 tokens pairs 0, 1, 2 of 8 make 10.2, 3.2 and 1.02 turns; 4 and 1 are the ends."""
-    scheme = Rope(Site(64, 4, 16, 64))
-    extension = make_extension(load_yaml(catalog.find("extension", "yarn_scaled")))
-    scaled, published = extension(scheme, 256), yarn(scheme, 256)
-    want = [1, (3.2211 - 1) / 3, (1.0186 - 1) / 3, 0, 0, 0, 0, 0]
-    for got, share in (
-        (scaled, want),
-        (published, [9.186 / 31, 2.2211 / 31, 0.0186 / 31, *[0] * 5]),
-    ):
-        close(got.inv_freq / scheme.inv_freq, [g + (1 - g) / 4 for g in share], atol=1e-4)
-
-
-def test_yarn_ramp_in_pairs_keeps_the_fastest_pair_at_a_short_training_length():
-    scheme = Rope(Site(64, 4, 16, 64))
-    theta = yarn(scheme, 256, ramp="pairs").inv_freq
-    assert theta[0] == scheme.inv_freq[0]
-    with pytest.raises(UserError, match="ramp 'steps' is not known: use turns or pairs"):
-        yarn(scheme, 256, ramp="steps")
-
-
-def test_yarn_refuses_ends_in_the_wrong_order():
-    tiny = yarn(Rope(Site(64, 4, 16, 8)), 32, beta_fast=None)  # train_len / 16 is below beta_slow
-    assert tiny.inv_freq.isfinite().all()
-    with pytest.raises(UserError, match=r"beta_fast 0.5 and beta_slow 1.0.*turns"):
-        yarn(Rope(SITE), 256, beta_fast=0.5)
+    site = Site(64, 2, 32, 64)
+    partial, abf = built("rope_partial", site), built("rope_abf", site)
+    assert partial.rotary_dim == site.d_head / 4
+    q, k = torch.randn(2, B, 2, T, 32)
+    got, _ = turn(partial, q, k, torch.arange(T))
+    want, _ = turn(Rope(Site(16, 2, 8, 64)), q[..., :8], k[..., :8], torch.arange(T))
+    assert torch.equal(got, torch.cat([want, q[..., 8:]], -1))
+    want = golden("rope")["inv_freq"]["d16_base500000"]
+    close(built("rope_abf", Site(32, 2, 16, 64)).inv_freq, want, atol=1e-7)
+    assert abf.rotary_dim == 32
