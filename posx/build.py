@@ -180,7 +180,7 @@ def make_model(config: Config, task: Task, parent: Run | None = None) -> Transfo
         load_parent(model, parent)
     if config.extension:
         extend(model, make_extension(config.extension), config.train_len)
-    limit, need = model.scheme(0).max_len, inputs(task, config.train_len)
+    limit, need = model.max_len, inputs(task, config.train_len)
     if limit is not None and limit < need:
         raise UserError(
             f"{config.scheme_name}: max_len {limit} is shorter than the {need} positions of "

@@ -10,6 +10,7 @@ from posx import build, catalog, cost, portrait
 from posx.config import ModelConfig
 from posx.display import out, print_fitting, print_pairs, print_text
 from posx.errors import UserError
+from posx.model import make_schemes, shortest_limit
 from posx.progress import say
 from posx.runs import EVAL_COLUMNS, TRAIN_COLUMNS, Run
 from posx.schemes.base import HOOKS, Scheme, Site
@@ -28,23 +29,28 @@ MAIN = {
 
 def scheme_facts(path: Path, extra: Path | None = None) -> dict[str, str]:
     """Year, family, where position enters, parameters on model=tiny, and the length limit."""
-    tiny, first = example_model(), example(path, extra)
-    count = sum(p.numel() for p in first.parameters())
+    make = build.maker(build.load_yaml(path, extra))
+    schemes = make_schemes(make, example_site())
+    first = schemes[0]
+    limit = shortest_limit(schemes)
     return {
         "year": catalog.source(catalog.card(path))[0],
         "family": type(first).__module__.rpartition(".")[2],
         "enters": first.enters,
-        "relative": "yes" if first.relative else "no",
-        "parameters": str(count if first.shared else count * tiny.n_layers),
-        "limit": "none" if first.max_len is None else f"{first.max_len} tokens",
+        "relative": "yes" if all(scheme.relative for scheme in schemes) else "no",
+        "parameters": str(sum(p.numel() for each in schemes for p in each.parameters())),
+        "limit": "none" if limit is None else f"{limit} tokens",
     }
 
 
 def example(path: Path, extra: Path | None) -> Scheme:
     """The scheme of a yaml at the first layer of model=tiny."""
+    return build.make_scheme(build.load_yaml(path, extra), example_site())
+
+
+def example_site() -> Site:
     tiny = example_model()
-    site = Site(tiny.d_model, tiny.n_heads, tiny.d_head, EXAMPLE_LEN, tiny.n_layers)
-    return build.make_scheme(build.load_yaml(path, extra), site)
+    return Site(tiny.d_model, tiny.n_heads, tiny.d_head, EXAMPLE_LEN, tiny.n_layers)
 
 
 def example_model() -> ModelConfig:

@@ -48,7 +48,7 @@ class Meter:
         try:
             model = self._model(make, TRAIN_LEN)
             train = self._ratio(_train, model, _digits(BATCH, TRAIN_LEN), TRAIN_ROUNDS)
-            limit = model.scheme(0).max_len
+            limit = model.max_len
             if limit is not None and limit < LONG:
                 return Cost(train, None, None)
             digits = _digits(1, LONG)

@@ -108,12 +108,12 @@ def _refuse(
     model: Transformer, n_tokens: int, sequences: int, budget: Budget
 ) -> dict[str, Any] | None:
     """Status and reason where it is known before the start that the pass cannot be made."""
-    max_len = model.scheme(0).max_len
+    max_len = model.max_len
     if max_len is not None and n_tokens > max_len:
         return {
             "status": "out_of_range",
-            "reason": f"{n_tokens} tokens, the scheme's table has {max_len}; evaluate with "
-            "--extend, or train with a longer table",
+            "reason": f"{n_tokens} tokens, the scheme's longest length is {max_len}; evaluate with "
+            "--extend, or train with a higher scheme.max_len",
         }
     need = predict_mib(model, n_tokens, sequences)
     limit = budget.max_memory or available(model.embedding.device)

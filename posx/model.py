@@ -6,7 +6,7 @@ has the comparison), and symbols of several digits. Position enters through the 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import torch
@@ -79,6 +79,19 @@ class Block(nn.Module):
         return x + self.down(self.activation(self.up(self.mlp_norm(x))))
 
 
+def make_schemes(make_scheme: Callable[[Site], Scheme], site: Site) -> list[Scheme]:
+    """One scheme a layer, or a single one for all; the first gives positions and embeds them."""
+    first = make_scheme(site)
+    others = () if first.shared else range(1, site.n_layers)
+    return [first, *(make_scheme(site.at(layer)) for layer in others)]
+
+
+def shortest_limit(schemes: Iterable[Scheme]) -> int | None:
+    """The lowest `max_len` of these; None where none has a limit."""
+    limits = [scheme.max_len for scheme in schemes]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 class Transformer(nn.Module):
     """Digits of tokens to logits. `make_scheme` builds the scheme object of a site: one a layer, or
     one for all layers when the class says that it is shared."""
@@ -96,10 +109,7 @@ class Transformer(nn.Module):
         site = Site(
             config.d_model, config.n_heads, config.d_head, train_len, config.n_layers, seen=seen
         )
-        first = make_scheme(site)
-        others = () if first.shared else range(1, config.n_layers)
-        # One scheme a layer, or a single one for all; the first gives positions and embeds them.
-        self.schemes = nn.ModuleList([first, *(make_scheme(site.at(layer)) for layer in others)])
+        self.schemes = nn.ModuleList(make_schemes(make_scheme, site))
         # One embedding row a digit value: (digits, rows, E).
         self.embedding = nn.Parameter(torch.empty(vocab.digits, vocab.rows, config.d_model))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layers))
@@ -130,6 +140,11 @@ class Transformer(nn.Module):
                 nn.init.normal_(linear.weight, std=std / math.sqrt(2 * len(self.layers)))
             nn.init.zeros_(block.up.bias)
             nn.init.zeros_(block.down.bias)
+
+    @property
+    def max_len(self) -> int | None:
+        """Tokens of the longest sequence that all its schemes can process; None: no limit."""
+        return shortest_limit(cast(list[Scheme], list(self.schemes)))
 
     @property
     def layers(self) -> list[Block]:

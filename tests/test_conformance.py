@@ -152,11 +152,19 @@ class ForgottenSink(Window):
 class RowsOfABlock(Scheme):
     """A broken scheme: arXiv:0000.00000."""
 
+    beyond = 0
+
     def scores(
         self, z: Tensor, q: Tensor, k: Tensor, i: Tensor, j: Tensor, state: Tensor | None
     ) -> Tensor:
         row = torch.arange(z.shape[2])[:, None]  # in the block, not in the sequence
-        return z * (1 + row / 10) if z.shape[3] > 1000 else z
+        return z * (1 + row / 10) if z.shape[3] > self.beyond else z
+
+
+class RowsOfALongBlock(RowsOfABlock):
+    """A broken scheme: arXiv:0000.00000."""
+
+    beyond = 1000
 
 
 class CountsLaterKeys(Scheme):
@@ -207,9 +215,10 @@ BROKEN = {
     Bonus: "fold",
     BandAlone: "band",
     ForgottenSink: "band",
-    NarrowBand: "paths_agree",
+    NarrowBand: "band",
     partial(NarrowBand, window=50): "long_path",
-    RowsOfABlock: "long_path",
+    RowsOfABlock: "paths_agree",
+    RowsOfALongBlock: "long_path",
     DrawsFromTorch: "drawn_positions",
     Leaks: "causal",
     CountsLaterKeys: "causal",

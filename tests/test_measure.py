@@ -184,7 +184,7 @@ def test_beyond_the_table_is_out_of_range(config: Config) -> None:
     task = Copy(Vocab(7, 2))
     row = cell_of(model_of("learned", task), task, config)
     assert (row["computes"], row["status"]) == (False, "out_of_range")
-    assert "23 tokens, the scheme's table has 16" in row["reason"]
+    assert "23 tokens, the scheme's longest length is 16" in row["reason"]
     assert row["chance"] > 0  # the cell is there, with what is known of it
 
 
@@ -276,9 +276,12 @@ def test_the_whole_input_is_seen(config: Config) -> None:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_first_error_and_exact_match_are_those_of_generation(name: str) -> None:
     """Greedy generation with a cache, against one teacher-forced pass, for a model that is trained
-    on the very sequences until its answers are right for a while and then wrong."""
+    on the very sequences until its answers are right for a while and then wrong. Where positions
+    depend on the total length, generation goes another way: it does not know that length."""
     task = Copy(Vocab(5, 2), unique=True)
     model = model_of(name, task, train_len=24)
+    if model.scheme(0).length_dependent:
+        pytest.skip("the output of a prefix depends on the total length")
     for parameter in model.schemes.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -309,8 +309,9 @@ class Abacus(Drawn):
     McLeish et al. 2024 (arXiv:2405.17399), over a learned table; their numbers become our payload
     and answer. One k of 0 .. max_shift a training step, 0 in evaluation, trains rows up to the
     training length plus max_shift; beyond them rows are as they were drawn. `max_len` is the
-    longest run: (max_len + 1) d_model parameters. It knows where the task's parts begin. The place
-    depends on all earlier tokens, so keys are not cached.
+    longest run, and the longest sequence too, as it could be one: (max_len + 1) d_model
+    parameters. It knows where the task's parts begin. The place depends on all earlier tokens, so
+    keys are not cached.
     """
 
     name = "abacus"
@@ -346,9 +347,10 @@ class PosCoupling(Drawn):
     Position coupling, Cho et al. 2024 (arXiv:2405.20671), as its code has the copy task, over a
     learned table: x_i and y_i share a position, and SEP, from which y_1 is predicted, has the one
     before. s is drawn from 1 .. max_len + 1 - n for every training sequence of n payload symbols,
-    so all rows are trained, and is 1 in evaluation. `max_len` is the longest run: (max_len + 2)
-    d_model parameters. It knows where the task's parts begin, and that they align. The place
-    depends on all earlier tokens, so keys are not cached.
+    so all rows are trained, and is 1 in evaluation. `max_len` is the longest run, and the longest
+    sequence too, as it could be one: (max_len + 2) d_model parameters. It knows where the task's
+    parts begin, and that they align. The place depends on all earlier tokens, so keys are not
+    cached.
     """
 
     name = "pos_coupling"
