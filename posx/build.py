@@ -59,6 +59,11 @@ class Extension:
         return changed
 
     @property
+    def kinds(self) -> str:
+        """The names of the classes that it changes."""
+        return " or ".join(kind.__name__ for kind in typing.get_args(self.kind) or [self.kind])
+
+    @property
     def kind(self) -> type[Scheme]:
         """The scheme class that it changes."""
         first = next(iter(inspect.signature(self.function).parameters))
@@ -75,9 +80,8 @@ class Extension:
         if not self.fits(node):
             files = catalog.files("scheme").items()
             names = [name for name, path in files if self.fits(load_yaml(path))]
-            kinds = " or ".join(kind.__name__ for kind in typing.get_args(self.kind) or [self.kind])
             raise UserError(
-                f"extension {self.name} changes {kinds}, not {node['name']}: it "
+                f"extension {self.name} changes {self.kinds}, not {node['name']}: it "
                 f"applies to {', '.join(names) or 'no scheme in the catalogue'}"
             )
 

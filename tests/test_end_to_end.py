@@ -1,29 +1,40 @@
-"""Every scheme and task of the catalogue from training to the report, as a user runs it."""
+"""Schemes and tasks of the catalogue from training to the report, as a user runs it."""
 
 from pathlib import Path
 
 import pandas as pd
+import pytest
 from conftest import QUICK, Posx
 
 from posx import catalog
 
-SCHEMES = catalog.files("scheme")
+# Each with another way through the program: a table with an end, a scheme in a scheme, drawn
+# positions, state, a mask, other weights.
+FEW = ["nope", "learned", "alibi", "rnope", "randomized", "fox", "window", "stickbreaking"]
 TASKS = catalog.files("task")
+SHORT = {"learned", "music_shaw", "tupe"}  # tables of the training length
 
 
-def test_every_scheme_trains_evaluates_and_is_reported(posx: Posx, tmp_path: Path) -> None:
-    posx("train", "-m", f"scheme={','.join(SCHEMES)}", f"task={','.join(TASKS)}", *QUICK)
+@pytest.mark.parametrize(
+    "schemes",
+    [FEW, pytest.param([*catalog.files("scheme")], marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_schemes_train_are_evaluated_and_reported(
+    posx: Posx, tmp_path: Path, schemes: list[str]
+) -> None:
+    posx("train", "-m", f"scheme={','.join(schemes)}", f"task={','.join(TASKS)}", *QUICK)
     posx("eval", "--lengths", "1x,2x", "--sequences", "3")
     tables = [pd.read_csv(path) for path in (tmp_path / "results" / "runs").rglob("eval.csv")]
     rows = pd.concat(tables)
-    assert len(tables) == len(SCHEMES) * len(TASKS)
+    assert len(tables) == len(schemes) * len(TASKS)
     assert sorted(rows["length"].unique()) == [16, 32]
     beyond = rows[~rows["computes"]]
-    assert set(beyond["scheme"]) == {"learned"}
+    assert set(beyond["scheme"]) == SHORT & {*schemes}
     assert set(beyond["status"]) == {"out_of_range"}
     assert set(rows[rows["computes"]]["verdict"]) == {"untrained"}  # 12 steps teach nothing
     text = posx("report").stdout
-    for name in (*SCHEMES, *TASKS):
+    for name in (*schemes, *TASKS):
         assert name in text
 
     again = posx("eval", "--lengths", "1x,2x", "--sequences", "3")
