@@ -9,11 +9,13 @@ from torch import Tensor
 
 from posx import build, catalog, conformance
 from posx.conformance import CHECKS, Subject
+from posx.errors import UserError
 from posx.schemes.base import Scheme, Site
 from posx.schemes.bias import Alibi
 from posx.schemes.mask import Window
 
-SCHEMES = catalog.files("scheme")
+SCHEMES, EXTENSIONS = catalog.files("scheme"), catalog.files("extension")
+FIRST = {"rope", "alibi", "learned"}
 
 
 def subject(name: str) -> Subject:
@@ -25,6 +27,36 @@ def subject(name: str) -> Subject:
 @pytest.mark.parametrize("name", SCHEMES)
 def test_scheme(name: str, check: Callable[[Subject], None]) -> None:
     check(subject(name))
+
+
+def fitting(name: str) -> list[str]:
+    """The schemes of the catalogue that an extension changes."""
+    extension = build.make_extension(build.load_yaml(EXTENSIONS[name]))
+    return [each for each, path in SCHEMES.items() if extension.fits(build.load_yaml(path))]
+
+
+# Each extension over the first scheme of its kind; over all that it fits with the slow tests.
+PAIRS = [
+    pytest.param(scheme, name, marks=[pytest.mark.slow] if number else [], id=f"{scheme}-{name}")
+    for name in EXTENSIONS
+    for number, scheme in enumerate(sorted(fitting(name), key=FIRST.__contains__, reverse=True))
+]
+
+
+@pytest.mark.parametrize(("scheme", "extension"), PAIRS)
+def test_extended_scheme(scheme: str, extension: str) -> None:
+    """All checks, at four times the training length. One that counts keys by their positions may
+    refuse positions that do not, in a sentence."""
+    change = build.make_extension(build.load_yaml(EXTENSIONS[extension]))
+    make = build.maker(build.load_yaml(SCHEMES[scheme]), change)
+    pair = Subject(f"{scheme} + {extension}", make, catalog.card(SCHEMES[scheme]))
+    try:
+        make(pair.site())
+    except UserError:
+        assert subject(scheme).scheme().overrides("positions")
+        return
+    failed = [result for result in conformance.run(pair) if not result.passed]
+    assert failed == []
 
 
 class Leaks(Scheme):
