@@ -59,6 +59,37 @@ def test_extended_scheme(scheme: str, extension: str) -> None:
     assert failed == []
 
 
+def around(name: str, **inner: str) -> Subject:
+    """A scheme of the catalogue around others, each given by its parameter and its name."""
+    node = build.load_yaml(SCHEMES[name])
+    node |= {key: build.load_yaml(SCHEMES[each]) for key, each in inner.items()}
+    return Subject(f"{name} {inner}", build.maker(node), catalog.card(SCHEMES[name]))
+
+
+COMBINED = [
+    *(around("randomized", over=each) for each in ("learned", "sinusoidal", "alibi", "t5", "shaw")),
+    *(around("shape", over=each) for each in ("sinusoidal_half", "sinusoidal_t2t")),
+    *(around("cape", over=each) for each in ("sinusoidal", "alibi")),
+    *(around("abacus", over=each) for each in ("sinusoidal", "rope")),
+    *(around("logn", over=each) for each in ("alibi", "t5", "shaw", "fox", "window", "cope")),
+    *(around("ssmax", over=each) for each in ("nope", "alibi", "learned", "path")),
+    *(around("entmax", over=each) for each in ("alibi", "fire")),
+    *(around("attn_sink", over=each) for each in ("rope", "window_rope")),
+    *(around("nape", first=one, second=two) for one, two in (("rope", "alibi"), ("fox", "cope"))),
+    *(
+        around("rnope", most=one, other=two)
+        for one, two in (("window_rope", "nope"), ("t5", "fox"))
+    ),
+    around("logn", over="nape"),
+    around("randomized", over="rnope"),
+]
+
+
+@pytest.mark.parametrize("combined", COMBINED, ids=lambda each: each.name)
+def test_scheme_around_another(combined: Subject) -> None:
+    assert [result for result in conformance.run(combined) if not result.passed] == []
+
+
 class Leaks(Scheme):
     """A broken scheme: arXiv:0000.00000."""
 
