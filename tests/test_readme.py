@@ -20,7 +20,8 @@ def commands() -> list[list[str]]:
     """Every `posx ...` in code, cut into words; comments left out."""
     blocks = re.findall(r"^    (posx .*)$", README, re.M) + re.findall(r"`(posx [^`]+)`", README)
     lines = [part for block in blocks for part in block.split("  #")[0].split("; ")]
-    return [line.strip().split() for line in lines if line.strip().startswith("posx ")]
+    words = dict.fromkeys(line.strip() for line in lines if line.strip().startswith("posx "))
+    return [line.split() for line in words]
 
 
 def test_the_readme_is_short() -> None:
