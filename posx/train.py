@@ -202,14 +202,15 @@ def _loop(
                 raise Interrupted(pending[0])
 
 
-def _facts(state: State) -> str:
+def _facts(state: State) -> dict[str, str]:
     if not state.rows:
-        return f"loss {state.losses[-1]:.3f}"
+        return {"loss": f"{state.losses[-1]:.3f}"}
     row = state.rows[-1]
-    return (
-        f"loss {row['loss']:.3f}  acc {row['token_acc']:.3f}  "
-        f"{row['tokens_per_s'] / 1000:.1f}k tok/s"
-    )
+    return {
+        "loss": f"{row['loss']:.3f}",
+        "acc": f"{row['token_acc']:.3f}",
+        "tok/s": f"{row['tokens_per_s'] / 1000:.1f}k",
+    }
 
 
 def _step(
