@@ -60,6 +60,9 @@ def prepare(node: DictConfig) -> Job:
         UserError: the config is wrong, or what it names is not there.
     """
     hydra = HydraConfig.get()
+    keys = {word.partition("=")[0].lstrip("+") for word in overrides()}
+    if missing := set(hydra.sweeper.get("params") or ()) - keys:
+        raise UserError(f"{', '.join(sorted(missing))} are to be swept: add -m")
     sources = [Path(each.path) for each in hydra.runtime.config_sources if each.schema == "file"]
     config = typed(from_node(node, dict(hydra.runtime.choices)), *sources)
     label = _label(config.scheme_name, overrides())

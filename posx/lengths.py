@@ -37,9 +37,8 @@ def parse(text: str, key: str = "--lengths") -> Lengths:
     items = [item.strip() for item in text.split(",")]
     for item in items:
         if found := re.fullmatch(r"([0-9]+)\.\.([0-9]+)", item):
-            tokens += _doubling(
-                key, item, _in_range(key, item, found[1]), _in_range(key, item, found[2])
-            )
+            first, last = (_in_range(key, item, number) for number in found.groups())
+            tokens += _doubling(key, item, first, last)
         elif found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)x", item):
             multiples.append(_in_range(key, item, found[1]))
         elif re.fullmatch(r"[0-9]+", item):

@@ -43,7 +43,8 @@ def count(path: Path) -> int:
         parsed = OverridesParser.create().parse_overrides(words)
     except Exception as error:  # of the grammar
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
-    return math.prod(len(list(each.sweep_string_iterator())) for each in parsed)
+    swept = [each for each in parsed if each.is_sweep_override()]
+    return math.prod(len(list(each.sweep_string_iterator())) for each in swept)
 
 
 class Survey:
@@ -77,11 +78,9 @@ def dry_run(words: list[str], workers: int | None) -> None:
         here = [f"hydra.sweep.dir={folder}", f"hydra.run.dir={folder}"]
         hydra_app.run(survey, "train", [*kept, "hydra/launcher=basic", *here])
     standings = Counter(standing for standing, _ in survey.found)
-    told = ", ".join(
-        f"{standings[key]} {text}" for key, text in STANDINGS.items() if standings[key]
-    )
+    told = [f"{standings[key]} {text}" for key, text in STANDINGS.items() if standings[key]]
     console = out()
-    console.print(f"{len(survey.found)} runs: {told}")
+    console.print(f"{len(survey.found)} runs: {', '.join(told)}")
     for reason, times in Counter(survey.refused).items():
         console.print(f"refused, {times} of them: {reason}")
     ahead = [kind for standing, kind in survey.found if standing in ("new", "broken")]
