@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -92,9 +92,9 @@ class Board:
         if outcome.state == "finished":
             self.took.append(time.monotonic() - row.began)
         row.state = outcome.state
-        if self.live is None and outcome.state != "there":
+        if outcome.state in FAILED or (self.live is None and outcome.state != "there"):
             done = sum(row.state in (*FAILED, "finished", "there") for row in self.rows)
-            say(f"{done}/{len(self.rows)}  {row.name}: {outcome.state}; {outcome.text}")
+            self.say(f"{done}/{len(self.rows)}  {row.name}: {outcome.state}; {outcome.text}")
 
     def say(self, text: str) -> None:
         """A sentence, above the table where there is one."""
@@ -143,10 +143,10 @@ class Board:
         more = sum(row.state == "waits" for row in self.rows) + len(running) - len(known)
         return (sum(left for _, left in known) + more * mean) / self.workers
 
-    def table(self) -> Table:
+    def table(self) -> Group:
         """As many rows as the terminal has lines for, the interesting ones first."""
-        table = Table(box=None, pad_edge=False, expand=False, header_style="bold")
-        table.add_column("job", no_wrap=True, overflow="ellipsis", ratio=1)
+        table = Table(box=None, pad_edge=False, header_style="bold")
+        table.add_column("job")  # the only one that gives way
         table.add_column("state", no_wrap=True)
         for head in ("step", "loss", "acc", "left"):
             table.add_column(head, justify="right", no_wrap=True)
@@ -156,10 +156,8 @@ class Board:
         shown = rows[: max(1, height - ROOM)]
         for row in shown:
             table.add_row(row.name, Text(row.state, STATES[row.state]), *_cells(row))
-        if len(shown) < len(rows):
-            table.add_row(Text(f"... and {len(rows) - len(shown)} more", "dim"))
-        table.add_row(Text(self.total(), "bold"))
-        return table
+        more = [Text(f"... and {len(rows) - len(shown)} more", "dim")]
+        return Group(table, *more[: len(rows) - len(shown)], Text(self.total(), "bold"))
 
 
 def _cells(row: Row) -> list[str]:

@@ -134,7 +134,7 @@ def _flag_sentence(message: str, words: list[str]) -> str:
 
 def _sentence(error: Exception, words: list[str]) -> str:
     """Hydra's error in one line, with the nearest valid name where something was not found."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition(" full_key:")[0]
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     if isinstance(error, SearchPathException) and (found := re.search("'(.+)' not found", text)):

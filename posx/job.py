@@ -77,8 +77,8 @@ def prepare(node: DictConfig) -> Job:
     run = Run(
         runs.folder_of(results, config.task_name, config.scheme_name, config.seed, config.digest())
     )
-    values = OmegaConf.to_container(OmegaConf.create(node.get("eval")), resolve=True)
-    return Job(config, run, parent, label, *_plan(run, config, values, sources))
+    evaluation = OmegaConf.to_container(node, resolve=True).get("eval")  # ty: ignore
+    return Job(config, run, parent, label, *_plan(run, config, evaluation, sources))
 
 
 def overrides() -> list[str]:

@@ -3,6 +3,7 @@
 import os
 import shlex
 from collections import Counter
+from signal import Signals
 
 from omegaconf import DictConfig
 
@@ -25,7 +26,7 @@ def run_jobs(words: list[str]) -> None:
     try:
         hydra_app.run(sweep, "train", words)
     except KeyboardInterrupt:
-        if not sweep.ended:
+        if sweep.signal is None:
             raise
     sweep.sum_up()
 
@@ -38,12 +39,15 @@ class Sweep:
         self.begun = False
         self.process = os.getpid()
         self.ended: list[tuple[list[str], Outcome]] = []  # the overrides of each job
+        self.planned = 0  # jobs, where that is known
+        self.signal: int | None = None  # that ended the sweep before all was done
         self.error: UserError | RunFailed | None = None  # the last one
 
     def name(self, overrides: list[str]) -> str:
         """What makes a job differ from the others of its sweep, such as `scheme=rope seed=1`."""
         given = {_bare(word) for word in self.words}
-        return " ".join(word for word in overrides if _bare(word) not in given)
+        differing = " ".join(word for word in overrides if _bare(word) not in given)
+        return differing or " ".join(overrides) or "the default run"
 
     def again(self, overrides: list[str]) -> str:
         """The command that does only this job."""
@@ -74,13 +78,14 @@ class Sweep:
             self.error = error
             self.ended.append((overrides, job.outcome_of(error)))
             if error.code > SIGNALLED:
+                self.signal = error.code - SIGNALLED
                 raise KeyboardInterrupt from None
             return float("nan")
         if outcome is None:
             text = f"{prepared.run}: another process is working on this run; left alone"
             outcome = Outcome("elsewhere", text)
         self.ended.append((overrides, outcome))
-        already = "already there: " if outcome.state == "there" else ""
+        already = "already trained: " if outcome.state == "there" else ""
         say(f"{already}{outcome.text}\n  {prepared.run}")
         return outcome.value
 
@@ -88,26 +93,32 @@ class Sweep:
         """What failed and how to try it again.
 
         Raises:
-            UserError, RunFailed: a job failed.
+            UserError, RunFailed: a job failed, or a signal ended the sweep.
         """
+        if len(self.ended) == 1 and self.error is not None:
+            raise self.error
         if len(self.ended) > 1:
             states = Counter(outcome.state for _, outcome in self.ended)
             told = ", ".join(f"{n} {TOLD.get(state, state)}" for state, n in states.items())
             say(f"{len(self.ended)} runs: {told}")
-        failures = [(overrides, outcome) for overrides, outcome in self.ended if outcome.code]
-        if not failures:
-            return
-        if len(self.ended) == 1 and self.error is not None:
-            raise self.error
+        failures = [
+            (overrides, outcome)
+            for overrides, outcome in self.ended
+            if outcome.code and outcome.state != "stopped"
+        ]
         for overrides, outcome in failures:
             say(f"posx: {self.name(overrides)}: {outcome.text}")
             say(f"    {self.again(overrides)}")
-        code = max(outcome.code for _, outcome in failures)
-        names = "; ".join(self.name(overrides) for overrides, _ in failures)
-        raise RunFailed(
-            f"{len(failures)} of {len(self.ended)} runs failed: {names}",
-            code if code > SIGNALLED else 1,
-        )
+        if self.signal is not None:
+            left = self.planned - len(self.ended)
+            unbegun = f" with {left} of {self.planned} runs not begun" if left > 0 else ""
+            raise RunFailed(
+                f"stopped by {Signals(self.signal).name}{unbegun}; the same command goes on",
+                SIGNALLED + self.signal,
+            )
+        if failures:
+            names = "; ".join(self.name(overrides) for overrides, _ in failures)
+            raise RunFailed(f"{len(failures)} of {len(self.ended)} runs failed: {names}")
 
 
 def _bare(word: str) -> str:

@@ -69,6 +69,7 @@ class LocalLauncher(Launcher):
         for number, outcome in sorted(pool.outcomes.items()):
             returns[number].return_value = outcome.value
             self.sweep.ended.append((typed[number], outcome))
-        if pool.stopped:
+        if pool.signals:
+            self.sweep.planned, self.sweep.signal = len(typed), pool.signals[0]
             raise KeyboardInterrupt
         return [returns[number] for number in sorted(returns)]
