@@ -23,7 +23,9 @@ STATES = {
     **{"elsewhere": "yellow", "finished": "green", "waits": "dim", "there": "dim"},
 }
 AT_WORK = ("starts", "trains", "evaluates")
-FAILED = ("failed", "refused", "lost", "stopped")
+FAILED = ("failed", "refused", "lost")
+ENDED = (*FAILED, "stopped", "finished", "there")
+NAMED = 4  # jobs at work that a plain line tells of
 
 
 @dataclass
@@ -93,7 +95,7 @@ class Board:
             self.took.append(time.monotonic() - row.began)
         row.state = outcome.state
         if outcome.state in FAILED or (self.live is None and outcome.state != "there"):
-            done = sum(row.state in (*FAILED, "finished", "there") for row in self.rows)
+            done = sum(row.state in ENDED for row in self.rows)
             self.say(f"{done}/{len(self.rows)}  {row.name}: {outcome.state}; {outcome.text}")
 
     def say(self, text: str) -> None:
@@ -110,8 +112,8 @@ class Board:
             return
         self.drawn = now
         if self.live is None:
-            running = "; ".join(_brief(row) for row in self.rows if row.state in AT_WORK)
-            say(f"{self.total()}: {running}")
+            running = [_brief(row) for row in self.rows if row.state in AT_WORK]
+            say("; ".join([self.total(), *running[:NAMED]]))
         else:
             self.live.update(self.table(), refresh=True)
 
@@ -123,6 +125,7 @@ class Board:
         parts = {
             "done": sum(state in ("finished", "there") for state in states),
             "failed": sum(state in FAILED for state in states),
+            "stopped": states.count("stopped"),
             "running": sum(state in AT_WORK for state in states),
             "elsewhere": states.count("elsewhere"),
         }

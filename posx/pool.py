@@ -10,11 +10,10 @@ import io
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from posx.board import Board
 from posx.errors import UserError
 from posx.job import Job, Outcome
 from posx.progress import Step
+from posx.train import stop_signals
 from posx.worker import Done, serve
 
 TICK_S = 0.5  # between looks at the clock
@@ -99,26 +99,23 @@ class Pool:
         self.elsewhere: dict[int, float] = {}  # job -> when to look again
         self.tried: dict[int, int] = {}  # job -> how often it was lost
         self.workers: list[Worker] = []
+        self.board = Board(names, self.size)
+        self.kept = 0  # outcomes that jobs.csv has
         self.signals: list[int] = []  # that asked to stop
-
-    @property
-    def stopped(self) -> bool:
-        return bool(self.signals)
 
     def run(self, folder: Path) -> None:
         """Until all is done or a signal asks to stop; `folder` keeps what became of each job."""
-        self.board = Board(self.names, self.size)
-        with _collecting(self.signals), self.board:
+        told = 0
+        with stop_signals() as self.signals, self.board:
             try:
-                told = 0
                 while True:
                     if len(self.signals) > told:
                         told = len(self.signals)
                         self._stop(kill=told > 1)
-                    if not self.stopped:
+                    if not self.signals:
                         self._hand_out()
                     busy = [worker for worker in self.workers if worker.number is not None]
-                    if not busy and (self.stopped or not (self.waiting or self.elsewhere)):
+                    if not busy and (self.signals or not (self.waiting or self.elsewhere)):
                         break
                     self._listen(busy)
                     self._keep(folder)
@@ -132,7 +129,7 @@ class Pool:
 
     def _hand_out(self) -> None:
         """Give every idle worker a job, and make workers while there are too few."""
-        while not self.stopped:
+        while not self.signals:
             idle = [worker for worker in self.workers if worker.number is None]
             if not idle and len(self.workers) == self.size:
                 return
@@ -147,7 +144,7 @@ class Pool:
 
     def _next(self) -> int | None:
         """The next job that there is work on."""
-        while self.waiting and not self.stopped:
+        while self.waiting and not self.signals:
             number = self.waiting.popleft()
             if number not in self.jobs:
                 prepared = self.prepare(number)
@@ -205,7 +202,7 @@ class Pool:
         if number is None:
             return
         given = self.jobs[number]
-        if self.stopped:
+        if self.signals:
             self._mark(given, "interrupted", "stopped")
             text = f"stopped by {signal.Signals(self.signals[0]).name}; the same command goes on"
             self._ended(number, Outcome("stopped", text, code=job.SIGNALLED + self.signals[0]))
@@ -240,7 +237,7 @@ class Pool:
 
     def _keep(self, folder: Path) -> None:
         """Write what became of each job so far to jobs.csv."""
-        if len(self.outcomes) == getattr(self, "kept", 0):
+        if len(self.outcomes) == self.kept:
             return
         self.kept = len(self.outcomes)
         text = io.StringIO()
@@ -250,20 +247,3 @@ class Pool:
             where = self.jobs[number].run.folder if number in self.jobs else ""
             writer.writerow([self.names[number], outcome.state, outcome.text, where])
         runs.write_text(folder / "jobs.csv", text.getvalue())
-
-
-@contextmanager
-def _collecting(signals: list[int]) -> Generator[None]:
-    """Signals that ask to stop end up in the list. Only a main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    before = {
-        number: signal.signal(number, lambda got, _: signals.append(got)) for number in numbers
-    }
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

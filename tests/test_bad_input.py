@@ -57,7 +57,7 @@ TRAIN = [
     ("eval.lengths=[24,x]", ["eval.lengths '24,x'", "'x' is not a length"]),
     ("eval.lengths=[3]", ["length 3 is too short"]),
     ("eval.extensions=yarnn", ["no extension named 'yarnn'", "did you mean 'yarn'?"]),
-    ("+eval.lenghts=3", ["no key 'eval.lenghts'", "did you mean 'lengths'?"]),
+    ("+eval.length=3", ["no key 'eval.length'", "did you mean 'lengths'?"]),
     ("eval=3", ["eval=3", "group"]),
     ("+train.foo=1", ["no key 'train.foo'", "max_steps"]),
     ("scheme.alphaa=1", ["no key 'scheme.alphaa'"]),

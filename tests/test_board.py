@@ -117,7 +117,7 @@ def test_lines_where_there_is_no_terminal(
         board.ended(1, Outcome("finished", "well"))
         board.ended(2, Outcome("failed", "badly", code=1))
     assert capsys.readouterr().err.splitlines() == [
-        "1 done, 1 running of 3: b trains 5/10 loss 1.5",
+        "1 done, 1 running of 3; b trains 5/10 loss 1.5",
         "2/3  b: finished; well",
         "3/3  c: failed; badly",
     ]

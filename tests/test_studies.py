@@ -59,7 +59,8 @@ def test_an_experiment_of_the_user_is_run_and_narrowed(tmp_path: Path) -> None:
     folder = tmp_path / "mine" / "experiment"
     folder.mkdir(parents=True)
     (folder / "mine.yaml").write_text(
-        "# @package _global_\n# Mine\nhydra: {sweeper: {params: {scheme: 'nope,rope', seed: '0,1'}}}\n"
+        "# @package _global_\n# Mine\n"
+        "hydra: {sweeper: {params: {scheme: 'nope,rope', seed: '0,1'}}}\n"
     )
     words = ["train", "--config-dir", "mine", "-m", "+experiment=mine", "seed=1", *QUICK, HERE]
     run_posx(tmp_path, *words)
