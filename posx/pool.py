@@ -100,11 +100,12 @@ class Pool:
         self.tried: dict[int, int] = {}  # job -> how often it was lost
         self.workers: list[Worker] = []
         self.board = Board(names, self.size)
-        self.kept = 0  # outcomes that jobs.csv has
+        self.kept = 0  # outcomes that are written
         self.signals: list[int] = []  # that asked to stop
 
-    def run(self, folder: Path) -> None:
-        """Until all is done or a signal asks to stop; `folder` keeps what became of each job."""
+    def run(self, path: Path) -> None:
+        """Until all is done or a signal asks to stop; the csv file `path` keeps what became of each
+        job."""
         told = 0
         with stop_signals() as self.signals, self.board:
             try:
@@ -118,12 +119,12 @@ class Pool:
                     if not busy and (self.signals or not (self.waiting or self.elsewhere)):
                         break
                     self._listen(busy)
-                    self._keep(folder)
+                    self._keep(path)
             finally:
                 for worker in self.workers:
                     worker.process.terminate()
                     worker.end()
-        self._keep(folder)
+        self._keep(path)
 
     # -- giving ------------------------------------------------------------------------------------
 
@@ -235,8 +236,8 @@ class Pool:
         self.outcomes[number] = outcome
         self.board.ended(number, outcome)
 
-    def _keep(self, folder: Path) -> None:
-        """Write what became of each job so far to jobs.csv."""
+    def _keep(self, path: Path) -> None:
+        """Write what became of each job so far."""
         if len(self.outcomes) == self.kept:
             return
         self.kept = len(self.outcomes)
@@ -246,4 +247,4 @@ class Pool:
         for number, outcome in sorted(self.outcomes.items()):
             where = self.jobs[number].run.folder if number in self.jobs else ""
             writer.writerow([self.names[number], outcome.state, outcome.text, where])
-        runs.write_text(folder / "jobs.csv", text.getvalue())
+        runs.write_text(path, text.getvalue())

@@ -36,12 +36,12 @@ def count(path: Path) -> int:
     """How many runs the grid of an experiment has.
 
     Raises:
-        UserError: one of its values does not parse.
+        UserError: the file or one of its values does not parse.
     """
-    words = [f"{key}={value}" for key, value in grid(path).items()]
     try:
+        words = [f"{key}={value}" for key, value in grid(path).items()]
         parsed = OverridesParser.create().parse_overrides(words)
-    except Exception as error:  # of the grammar
+    except Exception as error:  # YAML parsers and Hydra's grammar raise many classes
         raise UserError(f"{path}: {' '.join(str(error).split())}") from None
     swept = [each for each in parsed if each.is_sweep_override()]
     return math.prod(len(list(each.sweep_string_iterator())) for each in swept)

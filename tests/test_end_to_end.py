@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pandas as pd
-from conftest import QUICK, Posx
+from conftest import HERE, QUICK, Posx
 
 from posx import catalog
 
@@ -12,7 +12,8 @@ TASKS = catalog.files("task")
 
 
 def test_every_scheme_trains_evaluates_and_is_reported(posx: Posx, tmp_path: Path) -> None:
-    posx("train", "-m", f"scheme={','.join(SCHEMES)}", f"task={','.join(TASKS)}", *QUICK)
+    names = [f"scheme={','.join(SCHEMES)}", f"task={','.join(TASKS)}"]
+    posx("train", "-m", *names, *QUICK, HERE)
     posx("eval", "--lengths", "1x,2x", "--sequences", "3")
     tables = [pd.read_csv(path) for path in (tmp_path / "results" / "runs").rglob("eval.csv")]
     rows = pd.concat(tables)

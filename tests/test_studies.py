@@ -74,6 +74,16 @@ def test_an_experiment_of_the_user_is_run_and_narrowed(tmp_path: Path) -> None:
     assert re.search(r"^mine +4 +Mine$", listed, re.M)
 
 
+def test_a_broken_experiment_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "mine" / "experiment"
+    folder.mkdir(parents=True)
+    for text in ("hydra: [", "hydra: {sweeper: {params: {seed: '[1'}}}"):
+        (folder / "mine.yaml").write_text(text)
+        done = run_posx(tmp_path, "list", "experiment", "--config-dir", "mine", code=2)
+        assert "mine.yaml" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
+
+
 def test_dry_run_counts_and_estimates(tmp_path: Path) -> None:
     words = ["train", "-m", "scheme=rope,nope", "seed=0,1", *QUICK]
     nothing = run_posx(tmp_path, *words, "--dry-run").stdout.splitlines()

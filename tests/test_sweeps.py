@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import QUICK, run_posx
+from conftest import HERE, QUICK, run_posx
+from filelock import FileLock
 from test_train import assert_same_run, record
 
 # Schemes that do something to the sweep when one of their runs takes a training step. They find
@@ -24,6 +25,7 @@ import os
 import signal
 from pathlib import Path
 
+from posx import progress
 from posx.schemes.base import Scheme
 
 HERE = Path(os.environ["STRIKE_DIR"])
@@ -81,6 +83,18 @@ class Stops(Strikes):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
+class Orphans(Strikes):
+    """Kills the owner of the sweep, and is trained on without one
+    (https://example.org/orphans)."""
+
+    def strike(self):
+        progress.SEND_EVERY_S = 0.0
+        owner = os.getppid()
+        os.kill(owner, signal.SIGKILL)
+        while os.getppid() == owner:
+            pass
+
+
 class Holds(Strikes):
     """Tells that it is here, then waits (https://example.org/holds)."""
 
@@ -117,8 +131,8 @@ def strikers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.delitem(sys.modules, "strikers", raising=False)
     folder = tmp_path / "mine" / "scheme"
     folder.mkdir(parents=True)
-    times = dict.fromkeys(("strikes", "breaks", "stops", "holds", "releases", "murders"), 1)
-    for name, number in {**times, "dies": 9, "leaves": 9}.items():
+    names = ("strikes", "breaks", "stops", "orphans", "holds", "releases", "murders")
+    for name, number in {**dict.fromkeys(names, 1), "dies": 9, "leaves": 9}.items():
         (folder / f"{name}.yaml").write_text(
             f"# {name}\n_target_: strikers.{name.capitalize()}\nat: 6\ntimes: {number}\n"
         )
@@ -204,9 +218,19 @@ def test_asked_to_stop_a_sweep_saves_and_goes_on(tmp_path: Path, strikers: str) 
     assert "4 runs: 4 finished" in again.stderr
 
 
+def test_workers_without_an_owner_save_and_leave(tmp_path: Path, strikers: str) -> None:
+    words = [sys.executable, "-m", "posx", "train", strikers, "-m", "scheme=orphans", *QUICK]
+    done = subprocess.run(words, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    assert done.returncode == -signal.SIGKILL
+    with FileLock(run_of(tmp_path, "orphans") / ".lock", timeout=60):  # when the worker has left
+        facts = record(run_of(tmp_path, "orphans"))
+    assert facts["status"] == "interrupted"
+    assert 0 < facts["steps"] < 12
+
+
 def test_finished_runs_are_skipped(tmp_path: Path) -> None:
-    run_posx(tmp_path, "train", "-m", "scheme=rope,nope", *QUICK)
-    done = run_posx(tmp_path, "train", "-m", "scheme=rope,nope,alibi", *QUICK)
+    run_posx(tmp_path, "train", "-m", "scheme=rope,nope", *QUICK, HERE)
+    done = run_posx(tmp_path, "train", "-m", "scheme=rope,nope,alibi", *QUICK)  # one worker
     assert "3 runs: 2 there before, 1 finished" in done.stderr
     assert jobs_of(tmp_path)["state"].tolist() == ["there", "there", "finished"]
     assert "1/3" not in done.stderr  # nothing is said of those that were there
@@ -286,7 +310,7 @@ def test_evaluation_is_part_of_the_job(tmp_path: Path) -> None:
     ]
     assert nope["extension"].tolist() == ["none", "none"]
     before = (run_of(tmp_path, "rope") / "train.csv").stat().st_mtime_ns
-    done = run_posx(tmp_path, *words, "eval.lengths=[2x,64]")
+    done = run_posx(tmp_path, *words, "eval.lengths=[2x,64]", HERE)
     assert "2 runs: 2 there before" in done.stderr  # trained, but not evaluated at 64
     assert 64 in set(pd.read_csv(run_of(tmp_path, "rope") / "eval.csv")["length"])
     assert (run_of(tmp_path, "rope") / "train.csv").stat().st_mtime_ns == before

@@ -65,7 +65,8 @@ class LocalLauncher(Launcher):
 
         typed = [list(filter_overrides(words)) for words in job_overrides]
         pool = Pool([self.sweep.name(words) for words in typed], prepare, self.jobs, self.retries)
-        pool.run(Path(self.config.hydra.sweep.dir))
+        batch = initial_job_idx or ""  # a searching sweeper launches one after the other
+        pool.run(Path(self.config.hydra.sweep.dir, f"jobs{batch}.csv"))
         for number, outcome in sorted(pool.outcomes.items()):
             returns[number].return_value = outcome.value
             self.sweep.ended.append((typed[number], outcome))
