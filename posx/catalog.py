@@ -8,7 +8,7 @@ from pathlib import Path
 from posx.errors import UserError
 from posx.paths import config_dir
 
-FIRST = ("scheme", "extension", "task", "model", "optim")
+FIRST = ("scheme", "extension", "task", "model", "optim", "experiment")
 
 
 def groups(*extra: Path) -> list[str]:
@@ -32,8 +32,8 @@ def files(group: str, *extra: Path | None) -> dict[str, Path]:
 
 
 def card(path: Path) -> str:
-    """The one-line card: the comment on the first line of the yaml."""
-    lines = path.read_text("utf-8").splitlines()
+    """The one-line card: the comment on the first line of the yaml, below Hydra's `# @package`."""
+    lines = [line for line in path.read_text("utf-8").splitlines() if not line.startswith("# @")]
     return lines[0].removeprefix("#").strip() if lines and lines[0].startswith("#") else ""
 
 

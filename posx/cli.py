@@ -63,10 +63,23 @@ def _usage(error: Any) -> str:
 
 
 class HydraCommand(TyperCommand):
-    """A command whose words go to Hydra as they were typed; Typer would sort them."""
+    """A command whose words go to Hydra as they were typed, but for its own options; Typer would
+    sort them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["posx.words"] = list(args)
+        takes_a_word = {
+            name: not getattr(option, "is_flag", False)
+            for option in self.params
+            for name in option.opts
+            if name.startswith("-")
+        }
+        words, own = [], False
+        for word in args:
+            name, equals, _ = word.partition("=")
+            if not own and name not in takes_a_word:
+                words.append(word)
+            own = not own and not equals and takes_a_word.get(name, False)
+        ctx.meta["posx.words"] = words
         return super().parse_args(ctx, args)
 
 
@@ -142,20 +155,30 @@ def train(
         list[str] | None,
         typer.Argument(metavar="key=value", help="Config keys, and Hydra's own flags."),
     ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, help="Processes of a sweep. Default: the usable cores."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what there is to do, and how long it takes.")
+    ] = False,
 ) -> None:
     """Train one run, or a sweep with -m.
 
-    A finished run is not trained again; an interrupted one goes on with the same command.
+    A finished run is not trained again; an interrupted one goes on with the same command, and a
+    sweep with what is missing. Whole studies: posx list experiment.
 
     \b
     posx train scheme=rope task=sort seed=1
-    posx train -m scheme=rope,alibi seed=0,1,2
+    posx train -m scheme=rope,alibi seed=0,1,2 --jobs 2
+    posx train -m scheme=rope,alibi eval.lengths=[128,512]
+    posx train -m +experiment=blog --dry-run
     posx train init=RUN train_len=256
     posx train scheme=mine --config-dir my_configs
     """
     from posx import commands
 
-    commands.train(ctx.meta["posx.words"])
+    commands.train(ctx.meta["posx.words"], jobs, dry_run)
 
 
 @app.command("eval")
@@ -257,7 +280,7 @@ def list_names(
         str,
         typer.Argument(
             metavar="GROUP",
-            help="scheme | extension | task | model | optim | run",
+            help="scheme | extension | task | model | optim | experiment | run",
             show_default=False,
         ),
     ],
@@ -270,7 +293,7 @@ def list_names(
     config_dir: ConfigDir = None,
     results: ResultsDir = RESULTS,
 ) -> None:
-    """One line for each scheme, extension, task or run.
+    """One line for each scheme, extension, task, experiment or run.
 
     Schemes by family, year, enters, relative, trainable, ...; runs by scheme, task, seed, ...
 

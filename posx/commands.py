@@ -11,11 +11,17 @@ from posx.progress import say
 from posx.runs import Run
 
 
-def train(words: list[str]) -> None:
-    """One run, or with -m a sweep; `words` are Hydra's overrides and flags."""
-    from posx.job import run_jobs
+def train(words: list[str], jobs: int | None, dry: bool) -> None:
+    """One run, or with -m a sweep on `jobs` processes; `words` are Hydra's overrides and flags.
+    `dry` only says what there is to do."""
+    if dry:
+        from posx.study import dry_run
 
-    run_jobs(words)
+        dry_run(words, jobs)
+    else:
+        from posx.sweep import run_jobs
+
+        run_jobs(words if jobs is None else [*words, f"hydra.launcher.jobs={jobs}"])
 
 
 def evaluate(
@@ -117,6 +123,10 @@ def _names(group: str, words: list[str], extra: Path | None, cost: bool) -> list
         )
     files = catalog.files(group, extra)
     facts: dict[str, dict[str, str]] = {name: {} for name in files}
+    if group == "experiment":
+        from posx import study
+
+        facts = {name: {"runs": str(study.count(path))} for name, path in files.items()}
     if group == "scheme":
         from posx import cards
 

@@ -213,7 +213,7 @@ def _config(values: dict[str, Any]) -> Config:
     known = {field.name for field in fields(Config)}
     if missing := known - values.keys():
         raise UserError(f"the config lacks {', '.join(sorted(missing))}")
-    if extra := values.keys() - known - {"results_dir"}:
+    if extra := values.keys() - known - {"results_dir", "eval"}:
         raise UserError(_unknown_key("", min(extra), known))
     typed = {key: value for key, value in values.items() if key in known}
     for key in ("scheme", "task", "extension", *parts):

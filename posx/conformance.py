@@ -33,7 +33,7 @@ MODEL = ModelConfig(
 VOCAB = Vocab(base=7, digits=2)
 # float32 sums of at most a few hundred terms of order 1 differ by a few 1e-6 between orders.
 TOLERANCE = 1e-5
-# A bias of up to 300 at 1100 tokens is rounded by 1.5e-5, and several times in a folded dot product.
+# A bias of up to 300 at 1100 tokens is rounded by 1.5e-5, and several times in a folded product.
 LONG_TOLERANCE, FOLD_TOLERANCE = 2e-5, 1e-4
 
 

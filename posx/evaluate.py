@@ -44,6 +44,20 @@ def plan(
     """
     config = loads(run.config_text(), str(run.folder))
     build.check_trust(config, trusted)
+    for extension in extensions:
+        extension.check(config.scheme)
+    return plan_of(run, config, lengths, list(extensions or [None]))
+
+
+def plan_of(
+    run: Run, config: Config, lengths: Lengths | None, extensions: list[Extension | None]
+) -> Plan:
+    """The same of a config that is known, also before there is a run; None among the extensions
+    stands for the plain scheme.
+
+    Raises:
+        UserError: the task cannot make a length, or the run is trained under an extension already.
+    """
     task = build.make_task(config)
     if lengths is None:
         wanted = [n for n in DEFAULT.of(config.train_len) if task.can_make(n)]
@@ -51,16 +65,14 @@ def plan(
         wanted = lengths.of(config.train_len)
         for length in wanted:
             task.check_length(length)
-    if config.extension is not None and extensions:
+    if config.extension is not None and any(extensions):
         raise UserError(
             f"{run.folder} was trained under extension={config.extension['name']}: another one on "
             "top of it is not defined; evaluate it without --extend"
         )
-    for extension in extensions:
-        extension.check(config.scheme)
     wanted = sorted({config.train_len, *wanted})
     cells: list[tuple[Extension | None, int]] = [(None, config.train_len)]
-    for extension in extensions or [None]:
+    for extension in extensions:
         cells += [(extension, length) for length in wanted if (extension, length) != cells[0]]
     return Plan(run, config, cells)
 
@@ -78,24 +90,21 @@ def fill(plan: Plan, budget: Budget, again: bool) -> bool:
             say(f"{run.folder}: another process is working on this run; left alone")
             return False
         table = run.table("eval")
-        task = build.make_task(config)
-        missing = [
-            cell
-            for cell in plan.cells
-            if again or not _has(table, *cell, task, _asked(plan, *cell, budget))
-        ]
+        missing = plan.cells if again else missing_cells(plan, budget, table)
         if not missing:
             return True
+        task = build.make_task(config)
         record = run.record()
         torch.set_num_threads(config.threads)
         model = build.make_model(config, task)
         build.load_weights(model, run)
         model.to(_device(config), weight_dtype(DTYPES[config.dtype]))
         title = f"{config.task_name}/{record['label']} seed {config.seed}"
-        with Bar(title, len(missing)) as bar:
+        with Bar(title, len(missing), doing="evaluates") as bar:
             for done, (extension, length) in enumerate(missing):
                 name = _name(extension)
-                bar.update(done, f"{length} tokens" + ("" if extension is None else f" {name}"))
+                facts = {"length": f"{length}"}
+                bar.update(done, facts if extension is None else {**facts, "extension": name})
                 asked = _asked(plan, extension, length, budget)
                 cell = measure(model, task, config, length, asked, extension, record["steps"])
                 row = {
@@ -109,7 +118,7 @@ def fill(plan: Plan, budget: Budget, again: bool) -> bool:
                 }
                 table = _with_row(table, row)
                 run.write_table("eval", table)
-            bar.update(len(missing), "done")
+            bar.update(len(missing), {})
     for name, rows in table.groupby("extension"):
         say(f"{title}{'' if name == NO_EXTENSION else f' + {name}'}: {_line(rows)}")
     seen = table[table["overlap"] > 0]
@@ -119,6 +128,16 @@ def fill(plan: Plan, budget: Budget, again: bool) -> bool:
             "tokens were drawn in training too"
         )
     return True
+
+
+def missing_cells(
+    plan: Plan, budget: Budget, table: pd.DataFrame
+) -> list[tuple[Extension | None, int]]:
+    """The cells of a plan that `table`, the eval.csv of its run, does not have as asked for."""
+    task = build.make_task(plan.config)
+    return [
+        cell for cell in plan.cells if not _has(table, *cell, task, _asked(plan, *cell, budget))
+    ]
 
 
 def _asked(plan: Plan, extension: Extension | None, length: int, budget: Budget) -> Budget:

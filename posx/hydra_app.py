@@ -9,10 +9,10 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import hydra
 from hydra.errors import (
@@ -38,21 +38,23 @@ CLOSE = 0.55  # difflib's ratio at which two names are taken for one and a slip 
 ALL_KEYS = "`posx train --cfg job` prints all keys"
 
 
-def run(job: Callable[[DictConfig], Any], name: str, words: list[str]) -> None:
-    """Call `job` with the config `name` composed from the overrides and flags in `words`.
+class Task(Protocol):
+    """What Hydra calls with each composed config."""
+
+    begun: bool  # whether it was called: what goes wrong from then on is not about the words
+
+    def __call__(self, node: DictConfig) -> Any: ...
+
+
+def run(task: Task, name: str, words: list[str]) -> None:
+    """Call `task` with the config `name` composed from the overrides and flags in `words`.
 
     Raises:
         UserError: Hydra refused the words.
         UserError, RunFailed: what a job raised in the process of a launcher.
         SystemExit: a flag such as --cfg had Hydra print and stop.
     """
-    begun: list[str] = []
-
-    def begin(node: DictConfig) -> Any:
-        begun.append(name)
-        return job(node)
-
-    main = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=name)(begin)
+    main = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=name)(task)
     try:
         with ExitStack() as stack:
             stack.enter_context(_argv(["posx train", *_flags_first(words)]))
@@ -64,7 +66,7 @@ def run(job: Callable[[DictConfig], Any], name: str, words: list[str]) -> None:
     except Exception as error:
         if cause := _user_error(error):
             raise cause from None
-        if begun or _of_stdout(error):
+        if task.begun or _of_stdout(error):
             raise
         raise UserError(_sentence(error, words)) from error
 
@@ -132,7 +134,7 @@ def _flag_sentence(message: str, words: list[str]) -> str:
 
 def _sentence(error: Exception, words: list[str]) -> str:
     """Hydra's error in one line, with the nearest valid name where something was not found."""
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).partition(" full_key:")[0]
     if isinstance(error, OverrideParseException):
         return _unreadable(error.override)
     if isinstance(error, SearchPathException) and (found := re.search("'(.+)' not found", text)):
@@ -149,6 +151,8 @@ def _sentence(error: Exception, words: list[str]) -> str:
         )
     if found := re.search(r"Ambiguous value for argument '([^=]+)=(.*?)' 1\. To use", text):
         full, value = found.groups()
+        if full.startswith("eval."):
+            return f"{full}={value}: write the list as {full}=[{value}]"
         if full in (*_keys(words), *_groups(words)):
             return f"{full}={value}: several values are a sweep; add -m"
         return _no_key(full, words)
@@ -216,6 +220,18 @@ def _extra(words: list[str]) -> list[Path]:
         elif word.startswith("hydra.searchpath="):
             found += [Path(name) for name in re.findall(r"file://([^,\]'\"]+)", word)]
     return found
+
+
+def config_words(words: list[str]) -> list[str]:
+    """Those of the words that add config folders."""
+    flags = ("--config-dir", "-cd")
+    return [
+        word
+        for before, word in zip(["", *words], words, strict=False)
+        if word in flags
+        or before in flags
+        or word.startswith(("--config-dir=", "hydra.searchpath="))
+    ]
 
 
 def _groups(words: list[str]) -> list[str]:

@@ -26,8 +26,8 @@ class Lengths:
 DEFAULT = Lengths((), (1, 1.125, 1.25, 1.5, 2, 4, 8, 32, 128))
 
 
-def parse(text: str) -> Lengths:
-    """Read a comma list of lengths.
+def parse(text: str, key: str = "--lengths") -> Lengths:
+    """Read a comma list of lengths; `key` is where they were given.
 
     Raises:
         UserError: an item is none of the allowed forms; it is named.
@@ -37,15 +37,16 @@ def parse(text: str) -> Lengths:
     items = [item.strip() for item in text.split(",")]
     for item in items:
         if found := re.fullmatch(r"([0-9]+)\.\.([0-9]+)", item):
-            tokens += _doubling(item, _in_range(item, found[1]), _in_range(item, found[2]))
+            first, last = (_in_range(key, item, number) for number in found.groups())
+            tokens += _doubling(key, item, first, last)
         elif found := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)x", item):
-            multiples.append(_in_range(item, found[1]))
+            multiples.append(_in_range(key, item, found[1]))
         elif re.fullmatch(r"[0-9]+", item):
-            tokens.append(int(_in_range(item, item)))
+            tokens.append(int(_in_range(key, item, item)))
         else:
             what = f"{item!r} is not a length" if item else "a length is missing"
             hint = "" if item else " (no blank after a comma, or all of it in quotes)"
-            raise UserError(f"--lengths {text!r}: {what}{hint}; {FORMS}")
+            raise UserError(f"{key} {text!r}: {what}{hint}; {FORMS}")
     return Lengths(tuple(tokens), tuple(multiples))
 
 
@@ -54,7 +55,7 @@ def looks_like(word: str) -> bool:
     return re.fullmatch(r"[0-9.]+x?,?", word) is not None
 
 
-def _in_range(item: str, number: str) -> float:
+def _in_range(key: str, item: str, number: str) -> float:
     """A number above 0 and not absurd.
 
     Raises:
@@ -62,16 +63,16 @@ def _in_range(item: str, number: str) -> float:
     """
     value = float(number)
     if value <= 0:
-        raise UserError(f"--lengths: {item} is not above 0; {FORMS}")
+        raise UserError(f"{key}: {item} is not above 0; {FORMS}")
     if value > LONGEST:
-        raise UserError(f"--lengths: {item[:40]} is above {LONGEST}; {FORMS}")
+        raise UserError(f"{key}: {item[:40]} is above {LONGEST}; {FORMS}")
     return value
 
 
-def _doubling(item: str, first: float, last: float) -> list[int]:
+def _doubling(key: str, item: str, first: float, last: float) -> list[int]:
     """first, 2 first, 4 first, ... up to last."""
     if first > last:
-        raise UserError(f"--lengths: {item} falls; write the smaller one first; {FORMS}")
+        raise UserError(f"{key}: {item} falls; write the smaller one first; {FORMS}")
     lengths = []
     while first <= last:
         lengths.append(int(first))

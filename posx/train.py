@@ -34,6 +34,9 @@ from posx.tasks.base import Batch, Task
 
 FINAL_CHECK = 4  # the last check draws this many times train.check_sequences
 CHECK_TOKENS = 16384  # tokens a forward pass of a check
+STOPS = [signal.SIGINT, signal.SIGTERM]  # signals on which a run is saved and ends
+if hasattr(signal, "SIGUSR1"):
+    STOPS.append(signal.SIGUSR1)
 
 
 class Interrupted(Exception):
@@ -86,7 +89,7 @@ def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str,
     run.write_config(config.dumps())
     run.write_record(record | {"status": "running", "steps": state.step})
     try:
-        with _signals() as pending:
+        with stop_signals() as pending:
             _loop(config, run, task, model, average, optimizers, state, pending)
         started, cpu_started = time.perf_counter(), time.process_time()
         check = _check(config, task, average, -1, config.train.check_sequences * FINAL_CHECK)
@@ -202,14 +205,15 @@ def _loop(
                 raise Interrupted(pending[0])
 
 
-def _facts(state: State) -> str:
+def _facts(state: State) -> dict[str, str]:
     if not state.rows:
-        return f"loss {state.losses[-1]:.3f}"
+        return {"loss": f"{state.losses[-1]:.3f}"}
     row = state.rows[-1]
-    return (
-        f"loss {row['loss']:.3f}  acc {row['token_acc']:.3f}  "
-        f"{row['tokens_per_s'] / 1000:.1f}k tok/s"
-    )
+    return {
+        "loss": f"{row['loss']:.3f}",
+        "acc": f"{row['token_acc']:.3f}",
+        "tok/s": f"{row['tokens_per_s'] / 1000:.1f}k",
+    }
 
 
 def _step(
@@ -306,18 +310,13 @@ def _resume(
 
 
 @contextmanager
-def _signals() -> Generator[list[int]]:
+def stop_signals() -> Generator[list[int]]:
     """Collect requests to stop, so that a step is never cut in half. Only a main thread can."""
     pending: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield pending
         return
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGUSR1"):
-        numbers.append(signal.SIGUSR1)
-    before = {
-        number: signal.signal(number, lambda got, _: pending.append(got)) for number in numbers
-    }
+    before = {number: signal.signal(number, lambda got, _: pending.append(got)) for number in STOPS}
     try:
         yield pending
     finally:

@@ -26,6 +26,8 @@ QUICK = [
     "model.d_ff=32",
 ]
 
+HERE = "hydra/launcher=basic"  # a sweep in the process of the test
+
 Posx = Callable[..., Result]
 
 
@@ -76,5 +78,5 @@ def posx(tmp_path: Path) -> Posx:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with short finished runs of rope and learned (not converged) on copy."""
     folder = tmp_path_factory.mktemp("trained")
-    run_posx(folder, "train", "-m", "scheme=rope,learned", *QUICK)
+    run_posx(folder, "train", "-m", "scheme=rope,learned", *QUICK, HERE)
     return folder

@@ -34,6 +34,10 @@ FLOORS = [
     ["measure"],
     ["evaluate", "hydra_app", "choose"],
     ["job"],
+    ["worker"],
+    ["board"],
+    ["pool"],
+    ["sweep", "study"],
     ["commands"],
     ["cli", "__main__"],
 ]

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
-from conftest import QUICK, Posx, run_posx
+from conftest import HERE, QUICK, Posx, run_posx
 from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
-from posx import job, runs, train
+from posx import job, runs, sweep, train
 
 
 def sentence(done: Result) -> str:
@@ -45,8 +45,20 @@ TRAIN = [
     ("train.stpes=3", ["no key 'train.stpes'", "did you mean 'train.max_steps'?"]),
     ("lr=3", ["no key 'lr'", "did you mean 'optim.lr'?"]),
     ("tarin.max_steps=3", ["did you mean 'train.max_steps'?"]),
-    ("experiment=x", ["no key 'experiment'"]),
-    ("+experiment=x", ["no key 'experiment'", "train_len"]),
+    ("experiment=blog", ["write +experiment="]),
+    ("+experiment=blgo", ["no experiment named 'blgo'", "did you mean 'blog'?", "rope_base"]),
+    ("+experiment=blog", ["scheme, seed, task", "add -m"]),
+    ("--jobs 0", ["--jobs", "greater than or equal to 1"]),
+    ("--jobs abc", ["--jobs", "integer"]),
+    ("-m hydra.launcher.jobs=0", ["hydra.launcher.jobs=0", "at least 1"]),
+    ("-m hydra.launcher.jobs=abc", ["hydra.launcher.jobs=abc", "Integer"]),
+    ("-m hydra.launcher.retries=-1", ["hydra.launcher.retries=-1", "at least 0"]),
+    ("eval.lengths=24,48", ["eval.lengths=24,48", "eval.lengths=[24,48]"]),
+    ("eval.lengths=[24,x]", ["eval.lengths '24,x'", "'x' is not a length"]),
+    ("eval.lengths=[3]", ["length 3 is too short"]),
+    ("eval.extensions=yarnn", ["no extension named 'yarnn'", "did you mean 'yarn'?"]),
+    ("+eval.length=3", ["no key 'eval.length'", "did you mean 'lengths'?"]),
+    ("eval=3", ["eval=3", "group"]),
     ("+train.foo=1", ["no key 'train.foo'", "max_steps"]),
     ("scheme.alphaa=1", ["no key 'scheme.alphaa'"]),
     ("+scheme.alphaa=1", ["no key 'alphaa' in rope", "base, rotary_dim, interleaved"]),
@@ -118,13 +130,14 @@ def test_hydras_switch_gives_the_traceback(tmp_path: Path) -> None:
 
 
 def test_a_sweep_goes_on_after_a_failure(tmp_path: Path) -> None:
-    words = ["scheme=rope,nope", "-m", "model.d_head=7,8", *QUICK]
+    words = ["scheme=rope,nope", "-m", "model.d_head=7,8", *QUICK, HERE]
     words.remove("model.d_head=8")
     done = run_posx(tmp_path, "train", *words, code=1)  # rope needs an even head
     assert len(list(tmp_path.rglob("model.safetensors"))) == 3
-    *_, reason, last = done.stderr.splitlines()
+    *_, reason, command, last = done.stderr.splitlines()
     assert reason.startswith("posx: scheme=rope model.d_head=7: ")
     assert "even" in reason
+    assert command.startswith("    posx train scheme=rope model.d_head=7 ")
     assert last == "posx: 1 of 4 runs failed: scheme=rope model.d_head=7"
 
 
@@ -132,8 +145,8 @@ def test_failures_in_the_processes_of_a_launcher_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = SimpleNamespace(getpid=iter(range(100)).__next__)  # each job in another process
-    monkeypatch.setattr(job, "os", elsewhere)
-    words = ["train", "-m", "scheme=rope,nope", *QUICK, "model.d_head=7"]
+    monkeypatch.setattr(sweep, "os", elsewhere)
+    words = ["train", "-m", "scheme=rope,nope", *QUICK, "model.d_head=7", HERE]
     words.remove("model.d_head=8")
     done = run_posx(tmp_path, *words, code=2)
     assert len(list(tmp_path.rglob("model.safetensors"))) == 1  # that of nope
@@ -150,8 +163,8 @@ def test_ctrl_c_ends_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def stop(*_: object) -> None:
         raise train.Interrupted(2)
 
-    monkeypatch.setattr(train, "train", stop)
-    done = run_posx(tmp_path, "train", "-m", "seed=0,1,2", *QUICK, code=130)
+    monkeypatch.setattr(job, "train_run", stop)
+    done = run_posx(tmp_path, "train", "-m", "seed=0,1,2", *QUICK, HERE, code=130)
     assert "SIGINT" in done.stderr
     assert len(list((tmp_path / "results" / "runs").glob("*/*/*"))) == 1
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from conftest import QUICK, Posx
+from conftest import HERE, QUICK, Posx
 
 from posx import catalog
 
@@ -23,7 +23,8 @@ SHORT = {"learned", "music_shaw", "tupe"}  # tables of the training length
 def test_schemes_train_are_evaluated_and_reported(
     posx: Posx, tmp_path: Path, schemes: list[str]
 ) -> None:
-    posx("train", "-m", f"scheme={','.join(schemes)}", f"task={','.join(TASKS)}", *QUICK)
+    names = [f"scheme={','.join(schemes)}", f"task={','.join(TASKS)}"]
+    posx("train", "-m", *names, *QUICK, HERE)
     posx("eval", "--lengths", "1x,2x", "--sequences", "3")
     tables = [pd.read_csv(path) for path in (tmp_path / "results" / "runs").rglob("eval.csv")]
     rows = pd.concat(tables)

@@ -42,7 +42,7 @@ def test_wheel_holds_exactly_the_configs_of_the_repository(wheel: Path) -> None:
     assert sorted(name for name in names if name.startswith("posx/configs/")) == sorted(
         f"posx/{name}" for name in tracked
     )
-    assert "posx/py.typed" in names
+    assert {"posx/py.typed", "hydra_plugins/posx_local/launcher.py"} <= {*names}
     assert not [name for name in names if name.startswith(("tests/", "results/", "scripts/"))]
 
 
@@ -67,7 +67,7 @@ def test_wheel_works_in_another_folder(wheel: Path, tmp_path: Path) -> None:
     assert Path(where.strip()) == target / "posx" / "configs"
     from conftest import QUICK
 
-    run("-m", "posx", "train", "scheme=rope", *QUICK, cwd=work, **here)
+    run("-m", "posx", "train", "-m", "scheme=rope", *QUICK, cwd=work, **here)
     run("-m", "posx", "eval", "--lengths", "24", "--sequences", "2", cwd=work, **here)
     assert "rope" in run("-m", "posx", "report", cwd=work, **here)
 

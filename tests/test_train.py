@@ -9,10 +9,10 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from conftest import QUICK, Posx, run_posx
+from conftest import HERE, QUICK, Posx, run_posx
 from safetensors.torch import load_file
 
-from posx import job, runs, train
+from posx import runs, sweep, train
 from posx.build import make_task
 from posx.config import Config, loads
 from posx.train import State, draw_items, last_step, rate, training_batch
@@ -97,7 +97,8 @@ def struck(folder: Path, call: int, number: int) -> subprocess.CompletedProcess[
         "from posx.cli import app\n"
         "app()\n"
     )
-    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    searched = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(searched)}
     command = [sys.executable, "-c", code, "train", *QUICK]
     return subprocess.run(command, cwd=folder, env=path, capture_output=True, timeout=300)
 
@@ -133,7 +134,7 @@ def test_broken_checkpoint_starts_over(tmp_path: Path, undisturbed: Path) -> Non
 
 
 def test_seeds_of_weights_and_data_are_apart(tmp_path: Path, undisturbed: Path) -> None:
-    run_posx(tmp_path, "train", "-m", "seed=0,1", "data_seed=0,1", *QUICK)
+    run_posx(tmp_path, "train", "-m", "seed=0,1", "data_seed=0,1", *QUICK, HERE)
     runs = sorted((tmp_path / "results" / "runs").glob("*/*/*"))
     assert len(runs) == 4
     configs = [config_of(run) for run in runs]
@@ -236,7 +237,7 @@ def test_extension_changes_the_trained_table_before_training_goes_on(
 
 
 def test_continued_runs_of_other_seeds_are_one_group(tmp_path: Path) -> None:
-    run_posx(tmp_path, "train", "-m", "seed=0,1", *QUICK)
+    run_posx(tmp_path, "train", "-m", "seed=0,1", *QUICK, HERE)
     parents = sorted((tmp_path / "results" / "runs").glob("*/*/*"))
     groups = set()
     for seed, start in enumerate(parents):
@@ -315,7 +316,7 @@ def test_killed_between_the_last_writes(
     with monkeypatch.context() as patch:
         patch.setattr(runs, "write_atomic", dying)
         with pytest.raises(KeyboardInterrupt):
-            job.run_jobs(list(QUICK))
+            sweep.run_jobs(list(QUICK))
     run_posx(tmp_path, "train", *QUICK)
     assert_same_run(only_run(tmp_path), undisturbed)
     assert {path.name for path in only_run(tmp_path).iterdir()} == {

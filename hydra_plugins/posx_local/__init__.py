@@ -1,0 +1,1 @@
+"""Hydra's launcher for `posx train -m` on one machine; Hydra finds launchers only here."""
