@@ -282,7 +282,7 @@ def dca(
     """Distances inside chunks and between them, none above `limit` (None: train_len - 1): see
     `DualChunk`. chunk None is 3/4 train_len.
 
-    An et al. 2024 (arXiv:2402.17463). Its code has chunks of 5/8 train_len (11/16 in older files)
+    An et al. 2024 (arXiv:2402.17463). Its code has chunks of 5/8 train_len (11/16 in some files)
     and a limit of 3/4, and multiplies cos and sin by 0.05 ln(length / train_len) + 1, which the
     paper's results are without: `sharpen`.
     """

@@ -5,7 +5,8 @@
     z_ij + a sum over the tokens between, chosen by the query    (grape_ap)
     each channel of q_i k_j by itself                            (wall)
 
-Hooks: scores, with the sums as the state of a token from prepare; fold in training.
+Hooks: scores, with the sums as the state of a token from prepare; fold in training, far for keys
+far behind in evaluation (fox, cable).
 
 Running sums are float64: at 8192 tokens they reach thousands, and what counts are differences.
 """
@@ -66,13 +67,9 @@ class Fox(Scheme):
     def far(
         self, q: Tensor, i: Tensor, j: Tensor, state: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """c_i - c_e and c_e - c_j, e the last of the far keys: small where weights are not."""
         assert state is not None
-        c = state.mT  # (B, H, N)
-        n_far, dtype = j.shape[-1], widened(q).dtype
-        last = c[:, :, n_far - 1 : n_far]  # (B, H, 1)
-        by_query = (c[:, :, -q.shape[2] :] - last).to(dtype)[..., None]  # (B, H, T, 1)
-        return by_query, (last - c[:, :, :n_far]).to(dtype)[:, :, None], None
+        by_query, by_key = faded_far(state, q, j)
+        return by_query, by_key, None
 
 
 def faded(c: Tensor | None, z: Tensor) -> Tensor:
@@ -83,6 +80,17 @@ def faded(c: Tensor | None, z: Tensor) -> Tensor:
     assert c is not None
     c = c.mT  # (B, H, S)
     return (c[:, :, -z.shape[2] :, None] - c[:, :, None]).to(widened(z).dtype)
+
+
+def faded_far(c: Tensor, q: Tensor, j: Tensor) -> tuple[Tensor, Tensor]:
+    """c_i - c_e and c_e - c_j, e the last of the far keys j: small where weights are not.
+
+    c: (B, N, H) of all keys so far, q: (B, H, T, D) -> (B, H, T, 1) and (B, H, 1, S)
+    """
+    c, n_far, dtype = c.mT, j.shape[-1], widened(q).dtype  # (B, H, N)
+    last = c[:, :, n_far - 1 : n_far]  # (B, H, 1)
+    by_query, by_key = c[:, :, -q.shape[2] :] - last, last - c[:, :, :n_far]
+    return by_query.to(dtype)[..., None], by_key.to(dtype)[:, :, None]
 
 
 def centred(c: Tensor | None) -> Tensor:
@@ -100,14 +108,14 @@ INCREMENTS = {"relu": F.relu, "softplus": F.softplus}
 class Cable(Scheme):
     """z_ij + s_i (c_i - c_j), c_t = -sum of relu(w x_s + b) over s <= t, s_i = softplus(u x_i + a):
     every token pushes the keys before it further away, and the query says how much that counts.
+    (unverified: that the paper's formula is that of the released models)
 
     Veisi et al. 2025 (arXiv:2503.08067). The default is the form of the authors' released models
-    (their "cable6"); the paper's own wording could not be compared. Their first release, here
-    cable_first, has increments=softplus, no s_i (weighted=false) and no 1 / sqrt(D) on q k
-    (scaled=false); with it, it would be FoX, since -softplus(a) = log sigmoid(-a). A later variant
-    passes the bias through a logarithm. No longest length; keys fade out at the rate that the
-    tokens choose, and with relu a token may take nothing at all. 2 (d_model + 1) n_heads parameters
-    a layer, half without s_i.
+    (their "cable6"). Their first release, here cable_first, has increments=softplus, no s_i
+    (weighted=false) and no 1 / sqrt(D) on q k (scaled=false); with it, it would be FoX, since
+    -softplus(a) = log sigmoid(-a). A later variant passes the bias through a logarithm. No longest
+    length; keys fade out at the rate that the tokens choose, and with relu a token may take nothing
+    at all. 2 (d_model + 1) n_heads parameters a layer, half without s_i.
     """
 
     enters = "score"
@@ -148,6 +156,17 @@ class Cable(Scheme):
         c, s = self._parts(state)
         key = centred(c) * self.site.d_head**0.5  # (B, H, T, 1)
         return torch.ones_like(key) if s is None else s, key
+
+    def far(
+        self, q: Tensor, i: Tensor, j: Tensor, state: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """As FoX; with s_i the term of a key is one of the query, too: (B, H, T, S)."""
+        c, s = self._parts(state)
+        by_query, by_key = faded_far(c, q, j)
+        if s is not None:
+            s = s[:, :, -q.shape[2] :].to(by_key)  # (B, H, T, 1)
+            by_query, by_key = by_query * s, by_key * s
+        return by_query, by_key, None
 
     def _parts(self, state: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """c: (B, S, H), and s: (B, H, S, 1) or None."""
@@ -213,8 +232,8 @@ class GrapeAP(Scheme):
     Zhang et al. 2025 (arXiv:2512.07805), GRAPE-AP, eq. 5.1 and 5.2, with ALiBi's slopes m_h and
     P = 8 as in the authors' code. R(t) turns every pair of p_t by t radians, but not p_i, so the
     positions themselves count, to a period of 2 pi. norm_query=false leaves p_i without its norm,
-    as the authors' code does. No longest length; a key fades out by at most 1.31 m_h a token, and
-    by at least 0.31 m_h with both norms. d_model n_heads P parameters a layer.
+    as the authors' code does. No longest length; with both norms a token takes 0.31 m_h to 1.31 m_h
+    off the keys before it. d_model n_heads P parameters a layer.
     """
 
     enters = "score"

@@ -7,7 +7,8 @@ import pytest
 import torch
 from oracles import NO_X, SITE, B, D, E, H, S, T, close, golden
 
-from posx.attention import block
+from posx.attention import attend, block, choose_path
+from posx.conformance import Layer, by_rows
 from posx.errors import UserError
 from posx.schemes import gates
 from posx.schemes.base import Site
@@ -109,17 +110,44 @@ def test_sums_keep_their_digits_at_8192_tokens():
             close(got[0, :, t, j], want, 1e-5)  # of up to 100; float32 sums are off by 1e-3
 
 
-def test_far_keys_are_a_term_a_query_and_a_term_a_key():
+MERGED = {"fox": Fox, "cable": Cable, "cable_first": lambda site: Cable(site, "softplus", False)}
+
+
+def with_sums(scheme, n, rate):
+    """A layer whose tokens take `rate` off the keys before them on average, and its sums c."""
+    c = -2 * rate * torch.rand(B, n, H, dtype=torch.float64).cumsum(1)
+    weight = 2 * torch.rand(B, n, H, dtype=torch.float64)
+    state = torch.cat([c, weight], -1) if getattr(scheme, "weight", None) is not None else c
+    return Layer(scheme, *torch.randn(3, B, H, n, D), torch.arange(n), state), c, weight
+
+
+@pytest.mark.parametrize("make", MERGED.values(), ids=MERGED)
+def test_far_keys_are_a_term_a_query_and_one_a_key(make):
     n, n_far = 3000, 2900
-    _, c = half_open(n)
-    scheme = Fox(SITE)
-    i, j = torch.arange(n_far, n), torch.arange(n_far)
-    q = torch.zeros(1, H, n - n_far, D)
-    by_query, by_key, extra = scheme.far(q, i, j, c)
-    want = (c.mT[:, :, n_far:, None] - c.mT[:, :, None, :n_far]).double()
+    scheme = make(SITE)
+    given, c, weight = with_sums(scheme, n, 0.7)
+    by_query, by_key, extra = scheme.far(
+        given.q[:, :, n_far:], given.pos[n_far:], given.pos[:n_far], given.state
+    )
     assert extra is None
     assert by_query.dtype == by_key.dtype == torch.float32
-    torch.testing.assert_close((by_query + by_key).double(), want, rtol=2e-7, atol=0)
+    want = c.mT[:, :, n_far:, None] - c.mT[:, :, None, :n_far]
+    if given.state.shape[-1] > H:
+        want = want * weight.mT[:, :, n_far:, None]
+    # Four roundings at most, of terms that all have one sign.
+    torch.testing.assert_close((by_query + by_key).double(), want, rtol=2.4e-7, atol=0)
+
+
+@pytest.mark.parametrize("rate", [0.7, 0.0005], ids=["near keys count", "far keys count"])
+@pytest.mark.parametrize("make", MERGED.values(), ids=MERGED)
+def test_far_keys_are_merged_exactly(make, rate):
+    n, last = 2100, 6
+    given = with_sums(make(SITE), n, rate)[0]
+    assert choose_path(given.scheme, n, n, training=False) == "merged"
+    with torch.no_grad():
+        got = attend(*given[:4], given.pos, given.pos, given.state)[:, :, -last:]
+    # float32 sums over 2100 keys
+    assert (got.double() - by_rows(given, last)).abs().max() < 2e-6
 
 
 def test_a_fold_stays_near_zero():
