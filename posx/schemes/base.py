@@ -173,8 +173,8 @@ class Scheme(nn.Module):
         q: (B, H, T, D); i: (T,) and j: (S,) positions of the queries and of keys that all lie more
         than `reach` tokens before the first of them; state: (B, N, ...) of all keys so far, those
         keys first and the queries last, or None.
-        Returns what is added to the scores of a query (B, H, T, 1) and of a key (1 or B, H, 1 or T, S),
-        and to the output of those keys (broadcasts to (B, H, T, D)); None for nothing.
+        Returns what is added to the scores of a query (B, H, T, 1) and of a key (1 or B, H, 1 or T,
+        S), and to the output of those keys (broadcasts to (B, H, T, D)); None for nothing.
 
         A second form of `scores` and `value`, which come with it. Evaluation of long inputs then
         runs the far keys through the fused kernel.
