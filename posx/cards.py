@@ -1,6 +1,7 @@
 """What `posx list` and `posx show` say of a scheme, a task, an extension or a run."""
 
 import inspect
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ def example_site() -> Site:
     return Site(tiny.d_model, tiny.n_heads, tiny.d_head, EXAMPLE_LEN, tiny.n_layers)
 
 
+@cache
 def example_model() -> ModelConfig:
     """The shape of model=tiny."""
     return ModelConfig(**build.load_plain(catalog.find("model", "tiny")))
