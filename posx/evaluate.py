@@ -77,6 +77,7 @@ def fill(plan: Plan, budget: Budget, again: bool) -> bool:
         if not mine:
             say(f"{run.folder}: another process is working on this run; left alone")
             return False
+        run.clean()
         table = run.table("eval")
         task = build.make_task(config)
         missing = [
