@@ -105,6 +105,7 @@ class Disk:
             self.left -= 1
 
 
+NOT_YET = {"train": {"eval.csv of rope", "report"}, "eval": {"report"}, "report": set()}
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
@@ -151,11 +152,11 @@ def test_a_disk_that_fails_at_each_write(
         if done.exit_code:
             one_sentence(done)
             assert os.strerror(number) in done.stderr
-        for again in STUDY[STUDY.index(words) :]:
-            run_posx(folder, *again)
-        assert outcome(folder) == outcome(calm)
-        leftovers = [path for path in folder.rglob(".*") if path.name != ".lock"]
-        assert not leftovers
+        run_posx(folder, *words)
+        now, expected = outcome(folder), outcome(calm)
+        assert now.items() <= expected.items()
+        assert expected.keys() - now.keys() == NOT_YET[words[0]]
+        assert not [path for path in folder.rglob("results/**/.*") if path.name != ".lock"]
         if disk.left:  # the command did not need the last good request
             break
     assert good > 1
