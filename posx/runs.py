@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from posx import lease
 from posx.errors import UserError
 
 if TYPE_CHECKING:
@@ -229,7 +230,7 @@ class Run:
     @contextmanager
     def lock(self) -> Generator[bool]:
         """Whether this process is the only one working on the run. The kernel frees the lock of a
-        killed process.
+        killed process; a lease stands in where the lock does not reach another machine.
 
         Raises:
             UserError: there can be no lock in the folder.
@@ -246,7 +247,8 @@ class Run:
         except OSError as error:
             raise UserError(f"cannot lock {self.folder}/.lock ({error.strerror})") from None
         try:
-            yield True
+            with lease.hold(self.folder) as mine:
+                yield mine
         finally:
             lock.release()
 
@@ -262,8 +264,8 @@ def find(results: Path) -> tuple[list[Run], list[str]]:
     for folder in sorted((results / "runs").glob("*/*/seed*")):
         if not folder.is_dir():
             continue  # somebody's notes
-        if {path.name for path in folder.iterdir()} <= {".lock"}:
-            continue  # its config was refused before anything was written
+        if all(path.name.startswith((".lock", ".lease.")) for path in folder.iterdir()):
+            continue  # refused or killed before anything was written
         run = Run(folder)
         try:
             run.record()
