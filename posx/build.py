@@ -18,7 +18,7 @@ from posx import catalog
 from posx.config import Config
 from posx.errors import UserError
 from posx.model import Transformer
-from posx.runs import Run
+from posx.runs import AGAIN, Run
 from posx.schemes.base import Maker, Scheme, Site
 from posx.tasks.base import Task
 
@@ -230,7 +230,7 @@ def load_weights(model: Transformer, run: Run) -> None:
     except RuntimeError as error:
         raise UserError(
             f"{run.folder}: the weights do not fit its config "
-            f"({' '.join(str(error).split())[:200]}); train the run again"
+            f"({' '.join(str(error).split())[:200]}); {AGAIN}"
         ) from None
 
 

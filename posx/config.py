@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from posx.errors import UserError
-from posx.runs import SCHEMA
+from posx.runs import AGAIN, SCHEMA
 
 T = TypeVar("T")
 
@@ -205,7 +205,9 @@ def loads(text: str, where: str) -> Config:
             raise UserError("not a mapping")
         return _config(_container(node))
     except Exception as error:  # YAML parsers raise many classes
-        raise UserError(f"{where}/config.yaml is not a posx config: {_first_line(error)}") from None
+        raise UserError(
+            f"{where}/config.yaml is not a posx config: {_first_line(error)}; {AGAIN}"
+        ) from None
 
 
 def _config(values: dict[str, Any]) -> Config:

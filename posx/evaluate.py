@@ -89,6 +89,7 @@ def fill(plan: Plan, budget: Budget, again: bool) -> bool:
         if not mine:
             say(f"{run.folder}: another process is working on this run; left alone")
             return False
+        run.clean()
         table = run.table("eval")
         missing = plan.cells if again else missing_cells(plan, budget, table)
         if not missing:

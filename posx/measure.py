@@ -25,7 +25,7 @@ from posx.memory import MIB, Peak, available
 from posx.model import Transformer
 from posx.seeds import generator
 from posx.tasks.base import Batch, Task
-from posx.train import training_batch, training_items
+from posx.train import per_second, training_batch, training_items
 
 MIN_TOKENS = 4000  # answer tokens a length, at least
 MIN_SEQUENCES = 4
@@ -177,7 +177,7 @@ def _compute(
     measured = {
         "status": "ok",
         "seconds": round(seconds, 4),
-        "tokens_per_s": round(batch.tokens.numel() / seconds, 1),
+        "tokens_per_s": per_second(batch.tokens.numel(), seconds),
         "peak_mb": round(peak.mib, 1),
         "loss": sum(losses) / len(batch.tokens),
         "attention_entropy": probe.entropy(),

@@ -17,12 +17,14 @@ import json
 import os
 import secrets
 import tempfile
+import zipfile
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+from posx import lease
 from posx.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 SCHEMA = 1  # of the run folder; part of the hash, so a change of meaning never mixes with old runs
 
 NO_EXTENSION = "none"  # in eval.csv
+
+AGAIN = "move the folder away and train the run again"  # where a finished run lost a file
 
 # What every run.json has, whatever its status.
 IN_RECORD = {
@@ -136,7 +140,9 @@ class Run:
         try:
             return (self.folder / "config.yaml").read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{self.folder}/config.yaml cannot be read ({error})") from None
+            raise UserError(
+                f"{self.folder}/config.yaml cannot be read ({error}); {AGAIN}"
+            ) from None
 
     def write_config(self, text: str) -> None:
         write_text(self.folder / "config.yaml", text)
@@ -149,6 +155,7 @@ class Run:
         import pandas as pd
 
         columns = {"train": TRAIN_COLUMNS, "eval": EVAL_COLUMNS}[name]
+        again = {"train": AGAIN, "eval": "delete it and run the command again"}[name]
         path = self.folder / f"{name}.csv"
         if not path.exists():
             return pd.DataFrame(columns=list(columns))
@@ -156,10 +163,7 @@ class Run:
             # "none" is a value here and an empty cell is missing: pandas' own list has both.
             table = pd.read_csv(path, keep_default_na=False, na_values=[""])
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"{path} cannot be read ({error}); delete it and run the command again"
-            ) from None
-        again = "delete it and run the command again"
+            raise UserError(f"{path} cannot be read ({error}); {again}") from None
         if missing := [column for column in columns if column not in table]:
             raise UserError(f"{path} lacks the columns {', '.join(missing)}; {again}")
         index = {"train": "step", "eval": "length"}[name]
@@ -189,7 +193,7 @@ class Run:
         try:
             return load(path.read_bytes())
         except (OSError, SafetensorError) as error:
-            raise UserError(f"{path} cannot be read ({error}); train the run again") from None
+            raise UserError(f"{path} cannot be read ({error}); {AGAIN}") from None
 
     def save_state(self, state: dict[str, Any]) -> None:
         import torch
@@ -207,22 +211,30 @@ class Run:
             return None
         try:
             # No mmap: the file may be replaced while this process trains on.
+            with zipfile.ZipFile(path) as parts:
+                if parts.testzip() is not None:  # torch.load does not compare the checksums
+                    return None
             return torch.load(path, map_location="cpu", weights_only=True)
         except Exception:  # torch.load has no narrower class for a truncated or foreign file
             return None
 
     def clean(self) -> None:
         """Remove what earlier, killed or failed attempts left behind; only under the lock."""
-        (self.folder / "error.txt").unlink(missing_ok=True)
-        for leftover in self.folder.glob(".*.*.*"):  # temporary files of write_atomic
-            leftover.unlink(missing_ok=True)
+        with suppress(OSError):  # what cannot be removed is in nobody's way
+            (self.folder / "error.txt").unlink(missing_ok=True)
+            for leftover in self.folder.glob(".*.*.*"):  # temporary files of write_atomic
+                leftover.unlink(missing_ok=True)
 
     # -- one writer at a time --------------------------------------------------------------------
 
     @contextmanager
     def lock(self) -> Generator[bool]:
         """Whether this process is the only one working on the run. The kernel frees the lock of a
-        killed process."""
+        killed process; a lease stands in where the lock does not reach another machine.
+
+        Raises:
+            UserError: there can be no lock in the folder.
+        """
         from filelock import FileLock, Timeout
 
         make_folder(self.folder)
@@ -232,8 +244,11 @@ class Run:
         except Timeout:
             yield False
             return
+        except OSError as error:
+            raise UserError(f"cannot lock {self.folder}/.lock ({error.strerror})") from None
         try:
-            yield True
+            with lease.hold(self.folder) as mine:
+                yield mine
         finally:
             lock.release()
 
@@ -247,8 +262,10 @@ def find(results: Path) -> tuple[list[Run], list[str]]:
     """All readable runs below `results`, sorted by folder, and a sentence for each other one."""
     runs, problems = [], []
     for folder in sorted((results / "runs").glob("*/*/seed*")):
-        if {path.name for path in folder.iterdir()} <= {".lock"}:
-            continue  # its config was refused before anything was written
+        if not folder.is_dir():
+            continue  # somebody's notes
+        if all(path.name.startswith((".lock", ".lease.")) for path in folder.iterdir()):
+            continue  # refused or killed before anything was written
         run = Run(folder)
         try:
             run.record()

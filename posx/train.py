@@ -4,6 +4,7 @@ Batch t is a function of (data_seed, t) alone, so a resumed run needs no random 
 optimizer and the step are all there is, and it ends bit for bit as if it had never stopped.
 """
 
+import math
 import os
 import platform
 import signal
@@ -11,7 +12,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -26,6 +27,7 @@ from posx import metrics, optim
 from posx.build import make_model, make_task
 from posx.config import Config, TrainConfig
 from posx.device import DTYPES, device_name, pick_device, pick_dtype, precision, weight_dtype
+from posx.errors import UserError
 from posx.model import Transformer
 from posx.progress import Bar, say
 from posx.runs import SCHEMA, TRAIN_COLUMNS, Run
@@ -115,7 +117,8 @@ def train(config: Config, run: Run, parent: Run | None, label: str) -> dict[str,
         "check": check,
     }
     run.write_record(record)
-    (run.folder / "state.pt").unlink(missing_ok=True)
+    with suppress(OSError):  # it is only in the way now, and the run is finished all the same
+        (run.folder / "state.pt").unlink()
     return record
 
 
@@ -205,6 +208,11 @@ def _loop(
                 raise Interrupted(pending[0])
 
 
+def per_second(tokens: int, seconds: float) -> float:
+    """Tokens a second; NaN where the clock stood still or went backwards."""
+    return round(tokens / seconds, 1) if seconds > 0 else math.nan
+
+
 def _facts(state: State) -> dict[str, str]:
     if not state.rows:
         return {"loss": f"{state.losses[-1]:.3f}"}
@@ -267,7 +275,7 @@ def _add_row(state: State, check: dict[str, float], fraction: float) -> None:
             **check,
             "lr": fraction,
             "grad_norm": sum(state.grad_norms) / len(state.grad_norms),
-            "tokens_per_s": round(state.row_tokens / state.row_seconds, 1),
+            "tokens_per_s": per_second(state.row_tokens, state.row_seconds),
         }
     )
     state.losses, state.grad_norms, state.row_tokens, state.row_seconds = [], [], 0, 0.0
@@ -294,17 +302,26 @@ def _save(
 def _resume(
     run: Run, model: nn.Module, average: AveragedModel, optimizers: list[torch.optim.Optimizer]
 ) -> State:
-    """The saved state put into models and optimizers; a new one where none was saved."""
+    """The saved state put into models and optimizers; a new one where none was saved.
+
+    Raises:
+        UserError: it is that of another run.
+    """
     saved = run.load_state()
     if saved is None:
         if (run.folder / "state.pt").exists():
             say(f"{run.folder}: its state.pt cannot be read; training starts over")
         return State()
-    model.load_state_dict(saved["model"])
-    average.load_state_dict(saved["average"])
-    for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
-        optimizer.load_state_dict(values)
-    state = State(**saved["state"])
+    try:
+        model.load_state_dict(saved["model"])
+        average.load_state_dict(saved["average"])
+        for optimizer, values in zip(optimizers, saved["optimizers"], strict=True):
+            optimizer.load_state_dict(values)
+        state = State(**saved["state"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError):
+        raise UserError(
+            f"{run.folder}/state.pt is not of this run; delete it and run the command again"
+        ) from None
     say(f"{run.folder}: goes on at step {state.step}")
     return state
 

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parent.parent / "posx"
 # A module imports only from lower floors (or its own, where no circle arises).
 FLOORS = [
     ["errors", "paths"],
+    ["lease"],
     [
         "catalog",
         "runs",

@@ -382,7 +382,7 @@ def test_broken_table(
     before = (rope / name).read_bytes()
     line = refused(folder, "show", str(rope))
     assert str(rope / name) in line
-    assert "delete it" in line
+    assert ("delete it" if name == "eval.csv" else "move the folder away") in line
     if name == "eval.csv":
         assert name in refused(folder, "report", "scheme=rope")
         assert rope.name in run_posx(folder, "report").stdout  # as left out

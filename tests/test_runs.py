@@ -3,12 +3,14 @@
 import errno
 import os
 import stat
+import subprocess
+import sys
 import threading
 
 import pytest
 
 from posx.errors import UserError
-from posx.runs import write_atomic, write_text
+from posx.runs import find, write_atomic, write_text
 
 
 def names(folder):
@@ -91,3 +93,73 @@ def test_readers_never_see_half_a_file(tmp_path):
         assert path.read_text() in texts
         seen += 1
     writer.join()
+
+
+# 250 processes at once for 200 runs: each takes a run that nobody has, and adds rows.
+JOBS = """
+import os, sys
+from pathlib import Path
+from posx import runs
+from posx.runs import EVAL_COLUMNS, IN_RECORD, Run
+import filelock, pandas as pd
+
+results = Path(sys.argv[1])
+
+def job(seed):
+    run = Run(runs.folder_of(results, "copy", "rope", seed, f"{seed:08x}"))
+    with run.lock() as mine:
+        if not mine or (run.folder / "run.json").exists():
+            return
+        record = dict.fromkeys(IN_RECORD) | {"schema": runs.SCHEMA, "seed": seed}
+        run.write_config("seed: 0")
+        run.write_record(record | {"status": "running"})
+        for length in range(1, 6):
+            row = dict.fromkeys(EVAL_COLUMNS, os.getpid()) | {"seed": seed, "length": length}
+            table = run.table("eval").to_dict("records")
+            run.write_table("eval", pd.DataFrame([*table, row]))
+        run.write_record(record | {"status": "finished"})
+
+children = set()
+for number in range(250):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            job(number % 200)
+            code = 0
+        finally:
+            os._exit(code)
+    children.add(child)
+failed = reads = 0
+while children:
+    for child in [*children]:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            children.remove(child)
+            failed += status != 0
+    found, problems = runs.find(results)  # a reader beside all the writers
+    assert all("it has no run.json" in text for text in problems), problems
+    for run in found:
+        lengths = run.table("eval")["length"].tolist()
+        assert lengths == [1, 2, 3, 4, 5][: len(lengths)]
+        reads += 1
+assert not failed, failed
+assert reads
+"""
+
+
+@pytest.mark.slow
+def test_200_jobs_at_once(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", JOBS, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    found, problems = find(tmp_path)
+    assert not problems
+    assert len(found) == 200
+    for run in found:
+        assert run.record()["status"] == "finished"
+        table = run.table("eval")
+        assert table["length"].tolist() == [1, 2, 3, 4, 5]
+        assert table["scheme"].nunique() == 1  # written by one process from first to last
+        assert set(names(run.folder)) == {".lock", "config.yaml", "eval.csv", "run.json"}
