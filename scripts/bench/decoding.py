@@ -17,7 +17,7 @@ GROUP = "decode"
 @torch.no_grad()
 def run(quick: bool, rounds: int) -> list[Row]:
     rows = one_pass_rows(2048 if quick else 8192, 1)
-    rows += peer_rows(512, 64 if quick else 256, rounds)
+    rows += peer_rows(512, 256, rounds)
     return rows + cached_rows(2048 if quick else 8192, rounds)
 
 
