@@ -37,29 +37,63 @@ _KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
 WITH_LSE: Any = getattr(torch.ops.aten, _KERNEL) if hasattr(torch.ops.aten, _KERNEL) else None
 
 
+class Buffer:
+    """A tensor that grows along one axis. Its storage has room for half as much again, so that a
+    token more copies nothing but itself. Without gradients: rows are written in place."""
+
+    def __init__(self, first: Tensor, axis: int) -> None:
+        self.axis, self.size = axis, first.shape[axis]
+        self.storage = first
+
+    @property
+    def all(self) -> Tensor:
+        """The rows so far, a view."""
+        return self.storage.narrow(self.axis, 0, self.size)
+
+    def append(self, new: Tensor) -> Tensor:
+        """Add rows behind those so far, and return all of them."""
+        n, size = new.shape[self.axis], self.size
+        self.size += n
+        if self.size > self.storage.shape[self.axis]:
+            shape = list(new.shape)
+            shape[self.axis] = self.size + self.size // 2
+            storage, old = new.new_empty(shape), self.storage.narrow(self.axis, 0, size)
+            storage.narrow(self.axis, 0, size).copy_(old)
+            self.storage = storage
+        self.storage.narrow(self.axis, size, n).copy_(new)
+        return self.all
+
+
 @dataclass
 class Cache:
-    """Keys, values and state of the tokens seen so far, for one layer."""
+    """Keys, values, state and positions of the tokens seen so far, for one layer."""
 
-    k: Tensor | None = None
-    v: Tensor | None = None
-    state: Tensor | None = None
-    pos: Tensor | None = None
+    k: Buffer | None = None
+    v: Buffer | None = None
+    state: Buffer | None = None
+    pos: Buffer | None = None
 
     def __len__(self) -> int:
-        return 0 if self.k is None else self.k.shape[2]
+        return 0 if self.k is None else self.k.size
+
+    @property
+    def past(self) -> Tensor | None:
+        """The state so far: (B, S, ...)."""
+        return None if self.state is None else self.state.all
 
     def append(
         self, k: Tensor, v: Tensor, state: Tensor | None, pos: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """Add the new tokens and return those of all tokens."""
-        if self.k is not None and self.v is not None and self.pos is not None:
-            k = torch.cat([self.k, k], 2)  # (B, H, S, D)
-            v = torch.cat([self.v, v], 2)  # (B, H, S, D)
-            pos = torch.cat([self.pos, pos], -1)  # (S,)
-            if self.state is not None and state is not None:
-                state = torch.cat([self.state, state], 1)  # (B, S, ...)
-        self.k, self.v, self.state, self.pos = k, v, state, pos
+        if self.k is None or self.v is None or self.pos is None:
+            self.k, self.v, self.pos = Buffer(k, 2), Buffer(v, 2), Buffer(pos, -1)
+            self.state = None if state is None else Buffer(state, 1)
+            return k, v, state, pos
+        k = self.k.append(k)  # (B, H, S, D)
+        v = self.v.append(v)  # (B, H, S, D)
+        pos = self.pos.append(pos)  # (S,)
+        if self.state is not None and state is not None:
+            state = self.state.append(state)  # (B, S, ...)
         return k, v, state, pos
 
 

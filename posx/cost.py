@@ -4,10 +4,13 @@ Every measurement of a scheme stands beside one of the plain model in the same p
 that a busy machine slows both. Process time, not wall time; one thread.
 """
 
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,6 +35,22 @@ class Cost:
     train: float
     long: float | None
     mib: float | None
+
+
+class Seconds(NamedTuple):
+    """What a piece of work took: processor time, that of finished child processes included."""
+
+    cpu: float
+    wall: float
+
+
+def interleave(works: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[Seconds]]:
+    """The times of every piece of work, one of each a round, after an unmeasured round."""
+    times: dict[str, list[Seconds]] = {name: [] for name in works}
+    for _ in range(rounds + 1):
+        for name, work in works.items():
+            times[name].append(_seconds(work))
+    return {name: each[1:] for name, each in times.items()}
 
 
 class Meter:
@@ -69,12 +88,11 @@ class Meter:
         digits: Tensor,
         rounds: int,
     ) -> float:
-        """Median over rounds of the scheme's time by the plain model's, after one unmeasured."""
-        ratios = []
-        for _ in range(rounds + 1):
-            plain, own = (_seconds(work, each, digits) for each in (self.plain, model))
-            ratios.append(own / plain)
-        return median(ratios[1:])
+        """Median over rounds of the scheme's time by the plain model's."""
+        works = {"plain": partial(work, self.plain, digits), "own": partial(work, model, digits)}
+        times = interleave(works, rounds)
+        pairs = zip(times["plain"], times["own"], strict=True)
+        return median(own.cpu / plain.cpu for plain, own in pairs)
 
 
 def _digits(batch: int, n: int) -> Tensor:
@@ -83,12 +101,15 @@ def _digits(batch: int, n: int) -> Tensor:
     return VOCAB.split(torch.randint(VOCAB.size, (batch, n), generator=random))
 
 
-def _seconds(
-    work: Callable[[Transformer, Tensor], None], model: Transformer, digits: Tensor
-) -> float:
-    started = time.process_time()
-    work(model, digits)
-    return time.process_time() - started
+def _seconds(work: Callable[[], object]) -> Seconds:
+    started = _cpu_seconds(), time.perf_counter()
+    work()
+    return Seconds(_cpu_seconds() - started[0], time.perf_counter() - started[1])
+
+
+def _cpu_seconds() -> float:
+    uses = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(use.ru_utime + use.ru_stime for use in uses)
 
 
 def _train(model: Transformer, digits: Tensor) -> None:

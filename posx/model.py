@@ -48,7 +48,7 @@ class Attention(nn.Module):
         self, x: Tensor, pos: Tensor, scheme: Scheme, last: int, cache: Cache | None = None
     ) -> Tensor:
         """The output of the last `last` tokens. x: (B, T, E), pos: (T,) -> (B, last, E)."""
-        past = None if cache is None else cache.state
+        past = None if cache is None else cache.past
         q, k, v, state = self.project(x, pos, scheme, past)
         key_pos = pos
         if cache is not None:

@@ -1,5 +1,8 @@
 """What is measured of a scheme, with a clock that the test sets."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -14,9 +17,9 @@ def meter(monkeypatch: pytest.MonkeyPatch) -> cost.Meter:
     monkeypatch.setattr(cost, "LONG", 300)
     meter = cost.Meter(conformance.MODEL)
 
-    def seconds(work, model, digits) -> float:
-        work(model, digits)
-        return 1.0 if model is meter.plain else 3.0
+    def seconds(work) -> cost.Seconds:
+        work()
+        return cost.Seconds(cpu=1.0 if work.args[0] is meter.plain else 3.0, wall=2.0)
 
     monkeypatch.setattr(cost, "_seconds", seconds)
     return meter
@@ -55,3 +58,16 @@ def test_threads_are_left_as_they_were(meter: cost.Meter) -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_pieces_of_work_take_turns() -> None:
+    done: list[str] = []
+    times = cost.interleave({name: lambda n=name: done.append(n) for name in "ab"}, rounds=2)
+    assert "".join(done) == "ababab"  # the first round is not measured
+    assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
+
+
+def test_child_processes_count() -> None:
+    code = "sum(range(3_000_000))"
+    times = cost.interleave({"child": lambda: subprocess.run([sys.executable, "-c", code])}, 1)
+    assert 0.005 < times["child"][0].cpu < 10

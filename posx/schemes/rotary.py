@@ -6,12 +6,37 @@ Each pair of dimensions turns at its own frequency. Variants are in rotary_varia
 of a trained RoPE in scaling.py.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from posx.errors import UserError
 from posx.schemes import frequencies
 from posx.schemes.base import Scheme, Site
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(a cos - b sin, b cos + a sin) of x = (a, b), two halves of F, in whole rows: few passes.
+
+    x: (B, H, T, 2 F); cos, sin: (..., T, F) -> (B, H, T, 2 F)
+    """
+    cos, sin = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+    return (x * cos).add_(x.roll(x.shape[-1] // 2, -1) * sin)
+
+
+class _Turn(torch.autograd.Function):
+    """`turn` by fixed angles: its gradient is turned back, which spares autograd's pieces."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return turn(grads[0], cos, -sin), None, None
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -28,8 +53,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)  # (B, H, T, F)
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
     else:
-        a, b = turned.chunk(2, -1)  # (B, H, T, F)
-        turned = torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+        fixed = not (cos.requires_grad or sin.requires_grad)
+        turned = (_Turn.apply if fixed and x.requires_grad else turn)(turned, cos, sin)
     turned = turned.to(x.dtype)
     return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
