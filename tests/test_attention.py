@@ -181,7 +181,7 @@ def test_no_n_by_n_tensor_at_8192_tokens(name: str) -> None:
             out = attend(*of_last(given, last))
     assert out.isfinite().all()
     # B x H x 200 x 8192 scores are 10^7: blocks of them fit, and no square, however few its heads
-    assert largest.numel < n * n / 8, f"a tensor of {largest.numel} elements"
+    assert largest.numel < n * n / 16, f"a tensor of {largest.numel} elements"
 
 
 def test_trained_bias_beyond_the_dense_limit_gets_the_same_gradient() -> None:

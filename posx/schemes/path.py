@@ -55,9 +55,8 @@ def reflected_scores(q: Tensor, k: Tensor, w: Tensor, b: Tensor) -> Tensor:
         if own >= 0:  # its own queries join
             column = F.pad(torch.cat([inside[:, :, own], column], 2), (0, 0, own * CHUNK, 0))
             walking = torch.cat([at_start[:, :, own], walking], 2)
-        columns.append(column)  # (B, H, M C, C)
-    z = torch.cat(columns[::-1], -1)  # (B, H, M C, N C)
-    return z[:, :, before : before + n_queries, :n_keys]
+        columns.append(column[:, :, before : before + n_queries])  # (B, H, T, C)
+    return torch.cat(columns[::-1], -1)[..., :n_keys]  # (B, H, T, S)
 
 
 class Path(Scheme):
