@@ -44,6 +44,10 @@ def posx_forward(model: Transformer) -> Forward:
     return lambda ids: model(VOCAB.split(ids))[:, :, 0]
 
 
+def llama_forward(model: nn.Module) -> Forward:
+    return lambda ids: model(ids, use_cache=False).logits
+
+
 def tokens(batch: int, n: int) -> Tensor:
     """Random token ids: (B, n)."""
     random = torch.Generator().manual_seed(0)

@@ -36,7 +36,7 @@ def shape_rows(
     }
     llama = models.llama(shape, n)
     if llama is not None:
-        forward = lambda ids: llama(ids, use_cache=False).logits  # noqa: E731
+        forward = models.llama_forward(llama)
         works["transformers Llama"] = models.step(llama.parameters(), forward, ids)
     for name, keys in (
         ("x-transformers rope", {"attn_flash": True, "rotary_pos_emb": True}),
