@@ -10,11 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import hydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import (
     HydraException,
     MissingConfigException,
@@ -57,7 +58,7 @@ def run(task: Task, name: str, words: list[str]) -> None:
     main = hydra.main(version_base="1.3", config_path=str(config_dir()), config_name=name)(task)
     try:
         with ExitStack() as stack:
-            stack.enter_context(_argv(["posx train", *_flags_first(words)]))
+            stack.enter_context(_argv(["posx train", *_of_swept(_flags_first(words))]))
             stack.enter_context(_environ(FULL_ERROR, "1"))  # raise, print nothing
             stack.enter_context(_refusing(words))
             main()
@@ -97,6 +98,27 @@ def _flags_first(words: list[str]) -> list[str]:
     for before, word in zip(["", *words], words, strict=False):
         (flags if word.startswith("-") or before in TAKE_A_WORD else overrides).append(word)
     return [*flags, *overrides]
+
+
+def _of_swept(words: list[str]) -> list[str]:
+    """Before it sweeps, Hydra composes the config without the swept words, so that it would look
+    for `scheme.bias_init=0` in the default scheme. Where `scheme` is swept, such a word becomes a
+    sweep of one value."""
+    if not {"-m", "--multirun"} & set(words):
+        return words
+    parser, overrides = OverridesParser.create(), {}
+    for word in words:
+        with suppress(HydraException):  # flags; what is wrong is said when Hydra meets it
+            overrides[word] = parser.parse_override(word)
+    swept = {each.key_or_group for each in overrides.values() if each.is_sweep_override()}
+    changed = []
+    for word in words:
+        each = overrides.get(word)
+        if each and each.key_or_group.partition(".")[0] in swept and not each.is_sweep_override():
+            key, _, value = word.partition("=")
+            word = f"{key}=choice({value})" if value else word
+        changed.append(word)
+    return changed
 
 
 @contextmanager

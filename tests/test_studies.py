@@ -74,6 +74,16 @@ def test_an_experiment_of_the_user_is_run_and_narrowed(tmp_path: Path) -> None:
     assert re.search(r"^mine +4 +Mine$", listed, re.M)
 
 
+def test_a_key_of_the_swept_schemes_need_not_be_one_of_the_default(tmp_path: Path) -> None:
+    corners = Corners()
+    words = ["-m", "scheme=fox,path_fox", "scheme.bias_init=1.5", HERE, f"results_dir={tmp_path}"]
+    hydra_app.run(corners, "train", words)
+    assert [each.config.scheme["bias_init"] for each in corners.jobs] == [1.5, 1.5]
+    assert {each.config.scheme_name for each in corners.jobs} == {"fox", "path_fox"}
+    wrong = ["train", "-m", "scheme=fox,path_fox", "scheme.bias_int=1.5"]
+    assert "no key 'scheme.bias_int'" in run_posx(tmp_path, *wrong, code=2).stderr
+
+
 def test_a_broken_experiment_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "mine" / "experiment"
     folder.mkdir(parents=True)
