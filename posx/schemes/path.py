@@ -69,8 +69,8 @@ class Path(Scheme):
     into the directions that no token on the way reflects. With forget_gate=true (path_fox,
     PaTH-FoX) keys fade too: + sum of log sigmoid(g x_t + h) over j < t <= i, added to the scaled
     score as in FoX, Lin et al. 2025 (arXiv:2503.02130); fla divides it by sqrt(D) with the rest, as
-    here scale_gate=true. h starts at bias_init: at 0, as in fla, a token forgets half at first, and
-    training starts far slower; at 4 one in fifty. rank (d_model + d) + 3 d + (d_model + 1) n_heads
+    here scale_gate=true. h starts at bias_init: at 0, as in fla, a token forgets half at first, at
+    4 one in fifty, which is learned in fewer steps. rank (d_model + d) + 3 d + (d_model + 1) n_heads
     parameters a layer, d = n_heads d_head; the gate has (d_model + 1) n_heads more. Three times the
     products of a plain score, and S d_head^2 for each block of queries.
     """
@@ -85,7 +85,7 @@ class Path(Scheme):
         silu: bool = True,
         forget_gate: bool = False,
         scale_gate: bool = False,
-        bias_init: float = 4.0,
+        bias_init: float = 0.0,
     ) -> None:
         super().__init__(site)
         if rank < 1:

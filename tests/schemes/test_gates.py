@@ -79,7 +79,8 @@ def test_fox_equals_x_transformers(oracle):
 
 
 def test_fox_starts_where_x_transformers_does(oracle):
-    assert torch.equal(Fox(SITE).gate.bias, oracle.DataDependentAlibi(E, H).to_forget_gates[0].bias)
+    gate = Fox(SITE, bias_init=5).gate
+    assert torch.equal(gate.bias, oracle.DataDependentAlibi(E, H).to_forget_gates[0].bias)
 
 
 def test_fox_equals_loops():
