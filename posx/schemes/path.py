@@ -70,7 +70,7 @@ class Path(Scheme):
     PaTH-FoX) keys fade too: + sum of log sigmoid(g x_t + h) over j < t <= i, added to the scaled
     score as in FoX, Lin et al. 2025 (arXiv:2503.02130); fla divides it by sqrt(D) with the rest, as
     here scale_gate=true. h starts at bias_init: at 0, as in fla, a token forgets half at first, at
-    4 one in fifty, which is learned in fewer steps. rank (d_model + d) + 3 d + (d_model + 1) n_heads
+    4 one in fifty, learned in fewer steps. rank (d_model + d) + 3 d + (d_model + 1) n_heads
     parameters a layer, d = n_heads d_head; the gate has (d_model + 1) n_heads more. Three times the
     products of a plain score, and S d_head^2 for each block of queries.
     """
