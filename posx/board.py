@@ -20,7 +20,7 @@ ROOM = 4  # lines of the terminal that are not rows: head, total, what is left o
 STATES = {
     **{"failed": "red", "refused": "red", "lost": "red", "stopped": "yellow"},
     **{"trains": "bold", "evaluates": "bold", "starts": "bold"},
-    **{"elsewhere": "yellow", "finished": "green", "waits": "dim", "there": "dim"},
+    **{"elsewhere": "yellow", "queued": "dim", "finished": "green", "waits": "dim", "there": "dim"},
 }
 AT_WORK = ("starts", "trains", "evaluates")
 FAILED = ("failed", "refused", "lost")
@@ -35,7 +35,7 @@ class Row:
     name: str
     state: str = "waits"
     step: Step | None = None
-    began: float = 0.0  # when a worker took it
+    began: float = 0.0  # when a process took it up
     since: float = 0.0  # when the step counter stood at `first`
     first: int = 0
 
@@ -86,7 +86,7 @@ class Board:
         row.state, row.step = step.doing, step
 
     def waits(self, number: int, state: str) -> None:
-        """It is put back: `waits` for a worker, or its run is worked on `elsewhere`."""
+        """It `waits` to be submitted, is `queued`, or its run is worked on `elsewhere`."""
         self.rows[number].state, self.rows[number].step = state, None
 
     def ended(self, number: int, outcome: Outcome) -> None:
@@ -127,6 +127,7 @@ class Board:
             "failed": sum(state in FAILED for state in states),
             "stopped": states.count("stopped"),
             "running": sum(state in AT_WORK for state in states),
+            "queued": states.count("queued"),
             "elsewhere": states.count("elsewhere"),
         }
         told = ", ".join(f"{n} {name}" for name, n in parts.items() if n or name == "done")
@@ -143,7 +144,9 @@ class Board:
         if not each:
             return None
         mean = sum(each) / len(each)
-        more = sum(row.state == "waits" for row in self.rows) + len(running) - len(known)
+        more = (
+            sum(row.state in ("waits", "queued") for row in self.rows) + len(running) - len(known)
+        )
         return (sum(left for _, left in known) + more * mean) / self.workers
 
     def table(self) -> Group:

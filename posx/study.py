@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from posx import hydra_app, job, runs
 from posx.board import clock
 from posx.display import out
+from posx.engines.local import usable_cores
 from posx.errors import UserError
-from posx.pool import usable_cores
 
 LAUNCHER = ("hydra/launcher=", "hydra.launcher.")
 STANDINGS = {

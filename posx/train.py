@@ -36,9 +36,11 @@ from posx.tasks.base import Batch, Task
 
 FINAL_CHECK = 4  # the last check draws this many times train.check_sequences
 CHECK_TOKENS = 16384  # tokens a forward pass of a check
-STOPS = [signal.SIGINT, signal.SIGTERM]  # signals on which a run is saved and ends
-if hasattr(signal, "SIGUSR1"):
-    STOPS.append(signal.SIGUSR1)
+STOPS = [  # signals on which a run is saved and ends; the last two are those of batch systems
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+]
 
 
 class Interrupted(Exception):

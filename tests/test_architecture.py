@@ -35,7 +35,7 @@ FLOORS = [
     ["measure"],
     ["evaluate", "hydra_app", "choose"],
     ["job"],
-    ["worker"],
+    ["engines"],
     ["board"],
     ["pool"],
     ["sweep", "study"],

@@ -42,7 +42,7 @@ def test_wheel_holds_exactly_the_configs_of_the_repository(wheel: Path) -> None:
     assert sorted(name for name in names if name.startswith("posx/configs/")) == sorted(
         f"posx/{name}" for name in tracked
     )
-    assert {"posx/py.typed", "hydra_plugins/posx_local/launcher.py"} <= {*names}
+    assert {"posx/py.typed", "hydra_plugins/posx_launchers/launcher.py"} <= {*names}
     assert not [name for name in names if name.startswith(("tests/", "results/", "scripts/"))]
 
 

@@ -2,22 +2,11 @@
 
 import os
 import signal
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from posx import progress
-
-if TYPE_CHECKING:
-    from posx.job import Outcome
-
-
-@dataclass(frozen=True)
-class Done:
-    """The job that the worker was given has ended; None where another process was at it."""
-
-    outcome: "Outcome | None"
 
 
 def serve(pipe: Connection) -> None:
@@ -28,6 +17,7 @@ def serve(pipe: Connection) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from posx import job  # imports torch, while the first job is still being prepared
+    from posx.engines import Done
 
     progress.divert(partial(_send, pipe))
     while True:

@@ -1,0 +1,67 @@
+"""A Ray cluster: one task a job."""
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from posx.engines import Done, Lost
+from posx.engines.remote import RemoteEngine, carry_out
+from posx.errors import UserError
+from posx.job import Job
+
+
+class RayEngine(RemoteEngine):
+    """At most `jobs` given to the cluster at `address`, or to one that is started on this machine
+    and ends with the sweep.
+
+    Raises:
+        UserError: no Ray, or no cluster at the address.
+    """
+
+    def __init__(
+        self, jobs: int | None, folder: Path, address: str | None, num_cpus: float, num_gpus: float
+    ) -> None:
+        super().__init__(jobs, folder)
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
+        try:
+            import ray
+        except ImportError:
+            raise UserError("hydra/launcher=ray needs Ray: pip install 'posx[ray]'") from None
+        try:
+            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise UserError(f"hydra.launcher.address={address}: {_line(error)}") from None
+        self.ray = ray
+        needs = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        # Retries are the pool's, for every engine alike.
+        self.task = ray.remote(carry_out).options(max_retries=0, **needs)
+
+    def send(self, jobs: Mapping[int, tuple[Job, Path]]) -> Mapping[int, Any]:
+        return {number: self.task.remote(*jobs[number]) for number in jobs}
+
+    def ended(self) -> Mapping[int, Done | Lost]:
+        handles = list(self.handles.values())
+        ready, _ = self.ray.wait(handles, num_returns=max(1, len(handles)), timeout=0)
+        return {n: self._end(handle) for n, handle in self.handles.items() if handle in ready}
+
+    def _end(self, handle: Any) -> Done | Lost:
+        from ray.exceptions import RayError
+
+        try:
+            return Done(self.ray.get(handle))
+        except RayError as error:
+            return Lost(f"Ray lost it: {_line(error)}")
+
+    def stop(self, kill: bool) -> None:
+        for handle in self.handles.values():
+            self.ray.cancel(handle, force=kill)
+
+    def close(self) -> None:
+        self.stop(kill=True)
+        self.ray.shutdown()
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
