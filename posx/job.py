@@ -46,7 +46,7 @@ class Outcome:
 
     state: str  # finished | there (it was before) | refused | failed | lost | stopped
     text: str  # one sentence
-    value: float = float("nan")  # in-range error, which a sweeper may minimise
+    value: float = float("nan")  # loss of the last steps, in range and on fresh data: for sweepers
     code: int = 0  # that posx ends with
 
 
@@ -190,7 +190,7 @@ def there(job: Job) -> Outcome | None:
     """The outcome of a job that has nothing left to do."""
     with suppress(UserError):  # what cannot be read is said by who works on it
         if standing(job) == "done":
-            return _good("there", job.run.record())
+            return _good("there", job.run)
     return None
 
 
@@ -215,7 +215,7 @@ def work(job: Job) -> Outcome | None:
         record = job.run.record() if (job.run.folder / "run.json").exists() else None
         done = record is not None and record["status"] == "finished"
         if record is None or not done:
-            record = _train(job)
+            _train(job)
     for name in job.left_out:
         say(f"extension {name} does not change {job.config.scheme_name}: not evaluated")
     if job.plan is not None:
@@ -226,13 +226,13 @@ def work(job: Job) -> Outcome | None:
             raise
         except Exception as error:
             raise RunFailed(_keep(job.run, error)) from error
-    return _good("there" if done else "finished", record)
+    return _good("there" if done else "finished", job.run)
 
 
-def _train(job: Job) -> dict[str, Any]:
+def _train(job: Job) -> None:
     """Train the run, which is locked; a failure is recorded."""
     try:
-        return train_run(job.config, job.run, job.parent, job.label)
+        train_run(job.config, job.run, job.parent, job.label)
     except Interrupted as error:
         raise RunFailed(
             f"stopped by {error}; the same command goes on", SIGNALLED + error.number
@@ -266,8 +266,11 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500]
 
 
-def _good(state: str, record: dict[str, Any]) -> Outcome:
-    return Outcome(state, describe(record), 1 - record["check"]["token_acc"])
+def _good(state: str, run: Run) -> Outcome:
+    value = float("nan")
+    with suppress(UserError, IndexError):  # a finished run is one without its table, too
+        value = float(run.table("train")["loss"].iloc[-1])
+    return Outcome(state, describe(run.record()), value)
 
 
 def outcome_of(error: UserError | RunFailed) -> Outcome:

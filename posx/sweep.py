@@ -63,7 +63,7 @@ class Sweep:
         return job.there(prepared) or prepared
 
     def __call__(self, node: DictConfig) -> float:
-        """Do a job in this process; returns the in-range error, for sweepers. Raises only where
+        """Do a job in this process; returns the in-range loss, for sweepers. Raises only where
         Hydra does not end the sweep for it, that is in the process of a launcher, or when the user
         asked to stop."""
         self.begun = True

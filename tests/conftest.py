@@ -6,6 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from striking import strikers as strikers
 from typer.testing import CliRunner, Result
 
 from posx.cli import app

@@ -6,6 +6,7 @@ import select
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,143 +15,9 @@ import pandas as pd
 import pytest
 from conftest import HERE, QUICK, run_posx
 from filelock import FileLock
+from omegaconf import OmegaConf
+from striking import jobs_of, run_of
 from test_train import assert_same_run, record
-
-# Schemes that do something to the sweep when one of their runs takes a training step. They find
-# what they need in the folder that the environment names.
-MODULE = '''
-"""Schemes that strike."""
-
-import os
-import signal
-from pathlib import Path
-
-from posx import progress
-from posx.schemes.base import Scheme
-
-HERE = Path(os.environ["STRIKE_DIR"])
-
-
-class Strikes(Scheme):
-    """Strikes at the start of a training step (https://example.org/strikes)."""
-
-    enters = "input"
-
-    def __init__(self, site, at: int = 6, times: int = 1):
-        super().__init__(site)
-        self.at, self.times = at, times
-
-    def embed(self, x, pos):
-        if self.training and x.requires_grad:
-            self.at -= 1
-            mark = f"mark-{type(self).__name__}"
-            struck = len(list(HERE.glob(f"{mark}*")))
-            if self.at == 0 and struck < self.times:
-                (HERE / f"{mark}{struck}").touch()
-                self.strike()
-        return x
-
-    def strike(self):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Breaks(Strikes):
-    """Raises (https://example.org/breaks)."""
-
-    def strike(self):
-        raise ZeroDivisionError("of the test")
-
-
-class Dies(Strikes):
-    """Strikes again and again (https://example.org/dies)."""
-
-
-class Leaves(Strikes):
-    """Ends its process (https://example.org/leaves)."""
-
-    def strike(self):
-        os._exit(7)
-
-
-class Stops(Strikes):
-    """Asks the owner of the sweep to stop (https://example.org/stops)."""
-
-    def strike(self):
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        os.kill(os.getppid(), signal.SIGTERM)
-        signal.sigwait([signal.SIGTERM])  # which the owner passes on
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-class Orphans(Strikes):
-    """Kills the owner of the sweep, and is trained on without one
-    (https://example.org/orphans)."""
-
-    def strike(self):
-        progress.SEND_EVERY_S = 0.0
-        owner = os.getppid()
-        os.kill(owner, signal.SIGKILL)
-        while os.getppid() == owner:
-            pass
-
-
-class Holds(Strikes):
-    """Tells that it is here, then waits (https://example.org/holds)."""
-
-    def strike(self):
-        (HERE / "owner").write_text(f"{os.getpid()} {os.getppid()}")
-        (HERE / "here").write_text("yes")  # a fifo, as is the other
-        (HERE / "go").read_text()
-
-
-class Releases(Strikes):
-    """Lets Holds go on (https://example.org/releases)."""
-
-    def strike(self):
-        (HERE / "go").write_text("")
-
-
-class Murders(Strikes):
-    """Kills the process of Holds and its owner (https://example.org/murders)."""
-
-    def strike(self):
-        worker, owner = map(int, (HERE / "owner").read_text().split())
-        os.kill(owner, signal.SIGKILL)
-        os.kill(worker, signal.SIGKILL)
-'''
-
-
-@pytest.fixture
-def strikers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """`--config-dir=...` of the schemes above; they count their strikes in the folder."""
-    (tmp_path / "strikers.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("STRIKE_DIR", str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parent.parent}")
-    monkeypatch.delitem(sys.modules, "strikers", raising=False)
-    folder = tmp_path / "mine" / "scheme"
-    folder.mkdir(parents=True)
-    names = ("strikes", "breaks", "stops", "orphans", "holds", "releases", "murders")
-    for name, number in {**dict.fromkeys(names, 1), "dies": 9, "leaves": 9}.items():
-        (folder / f"{name}.yaml").write_text(
-            f"# {name}\n_target_: strikers.{name.capitalize()}\nat: 6\ntimes: {number}\n"
-        )
-    return f"--config-dir={tmp_path / 'mine'}"
-
-
-def run_of(folder: Path, scheme: str) -> Path:
-    (found,) = (folder / "results" / "runs" / "copy" / scheme).iterdir()
-    return found
-
-
-def jobs_of(folder: Path) -> pd.DataFrame:
-    """What the last sweep says of its jobs."""
-    last = max((folder / "results" / "sweeps").iterdir())
-    return pd.read_csv(last / "jobs.csv").set_index("job")
-
-
-# -- what survives ---------------------------------------------------------------------------------
 
 
 def test_a_failing_run_stops_no_other(tmp_path: Path, strikers: str) -> None:
@@ -314,6 +181,25 @@ def test_evaluation_is_part_of_the_job(tmp_path: Path) -> None:
     assert "2 runs: 2 there before" in done.stderr  # trained, but not evaluated at 64
     assert 64 in set(pd.read_csv(run_of(tmp_path, "rope") / "eval.csv")["length"])
     assert (run_of(tmp_path, "rope") / "train.csv").stat().st_mtime_ns == before
+
+
+@pytest.mark.slow
+def test_optuna_minimises_the_loss_in_range(tmp_path: Path) -> None:
+    search = ["hydra/sweeper=optuna", "hydra.sweeper.n_trials=4", "hydra.sweeper.sampler.seed=1"]
+    words = ["train", "-m", *search, "optim.matrix_lr=interval(0.001,0.1)", *QUICK]
+    with warnings.catch_warnings():  # of optuna 2, which the sweeper needs
+        warnings.simplefilter("ignore")
+        done = run_posx(tmp_path, *words)
+    assert done.stderr.splitlines()[-1] == "4 runs: 4 finished"
+    folder = tmp_path / "results"
+    found = OmegaConf.load(max((folder / "sweeps").iterdir()) / "optimization_results.yaml")
+    losses = {
+        OmegaConf.load(run / "config.yaml").optim.matrix_lr: pd.read_csv(run / "train.csv")["loss"]
+        for run in (folder / "runs" / "copy" / "rope").iterdir()
+    }
+    best = min(losses, key=lambda rate: losses[rate].iloc[-1])
+    assert found.best_params["optim.matrix_lr"] == best
+    assert found.best_value == losses[best].iloc[-1]
 
 
 def test_a_single_run_is_evaluated_too(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,12 @@ class RayEngine(RemoteEngine):
         except ImportError:
             raise UserError("hydra/launcher=ray needs Ray: pip install 'posx[ray]'") from None
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
+            ray.init(
+                address,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
+            )
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise UserError(f"hydra.launcher.address={address}: {_line(error)}") from None
         self.ray = ray

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +87,7 @@ class SlurmEngine(RemoteEngine):
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         try:
-            with self.executor.batch():
+            with redirect_stderr(StringIO()), self.executor.batch():
                 handles = {number: self.executor.submit(Task(), *jobs[number]) for number in jobs}
         except (FailedJobError, FailedSubmissionError) as error:
             raise UserError(f"sbatch refuses: {' '.join(str(error).split())[-300:]}") from None
