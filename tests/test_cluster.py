@@ -108,6 +108,21 @@ def test_without_slurm_there_is_one_line(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("hydra.launcher.address=127.0.0.1:9", "no cluster answers at 127.0.0.1:9"),
+        ("hydra.launcher.num_cpus=-1", "num_cpus cannot be negative"),
+    ],
+)
+def test_a_wrong_ray_is_told_at_once(tmp_path: Path, word: str, told: str) -> None:
+    words = ["train", "-m", "scheme=rope,nope", *QUICK, "hydra/launcher=ray", word]
+    done = run_posx(tmp_path, *words, code=2)
+    assert done.stderr.startswith("posx: hydra/launcher=ray: ")
+    assert told in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 class Handless(RemoteEngine):
     """Nobody does the jobs."""
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -30,19 +31,19 @@ class RayEngine(RemoteEngine):
             import ray
         except ImportError:
             raise UserError("hydra/launcher=ray needs Ray: pip install 'posx[ray]'") from None
-        try:
+        needs = {"num_cpus": num_cpus, "num_gpus": num_gpus}
+        try:  # retries are the pool's, for every engine alike
+            self.task = ray.remote(carry_out).options(max_retries=0, **needs)
+            _reach(address or os.environ.get("RAY_ADDRESS", ""))
             ray.init(
                 address,
                 log_to_driver=False,
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
             )
-        except (ConnectionError, ValueError, RuntimeError) as error:
-            raise UserError(f"hydra.launcher.address={address}: {_line(error)}") from None
+        except (OSError, ValueError, RuntimeError) as error:
+            raise UserError(f"hydra/launcher=ray: {_line(error)}") from None
         self.ray = ray
-        needs = {"num_cpus": num_cpus, "num_gpus": num_gpus}
-        # Retries are the pool's, for every engine alike.
-        self.task = ray.remote(carry_out).options(max_retries=0, **needs)
 
     def send(self, jobs: Mapping[int, tuple[Job, Path]]) -> Mapping[int, Any]:
         return {number: self.task.remote(*jobs[number]) for number in jobs}
@@ -67,6 +68,22 @@ class RayEngine(RemoteEngine):
     def close(self) -> None:
         self.stop(kill=True)
         self.ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Ray itself would try an address for minutes.
+
+    Raises:
+        ConnectionError: nobody listens there.
+    """
+    host, _, port = address.rpartition("//")[2].rpartition(":")
+    if not (host and port.isdecimal()):
+        return  # "auto", "local", or none
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConnectionError(f"no cluster answers at {address} ({reason})") from None
 
 
 def _line(error: Exception) -> str:
