@@ -46,6 +46,7 @@ class Pool:
         self.elsewhere: dict[int, float] = {}  # job -> when to look again
         self.tried: dict[int, int] = {}  # job -> how often it was lost
         self.given: set[int] = set()  # jobs that the engine has
+        self.refused = False  # it took no more
         self.board = Board(names, min(engine.size, len(names)))
         self.kept = 0  # outcomes that are written
         self.signals: list[int] = []  # that asked to stop
@@ -58,10 +59,10 @@ class Pool:
             try:
                 while True:
                     if len(self.signals) > told:
-                        told = len(self.signals)
-                        self.engine.stop(kill=told > 1)
-                        if told == 1:
+                        self.engine.stop(kill=told > 0)
+                        if not told:
                             self.board.say("stopping: runs in training are saved")
+                        told = len(self.signals)
                     if not self.signals:
                         self._hand_out()
                     if not self.given and (self.signals or not (self.waiting or self.elsewhere)):
@@ -78,14 +79,23 @@ class Pool:
 
     def _hand_out(self) -> None:
         """Give the engine as many jobs as it takes."""
-        while room := self.engine.room():
+        while not self.refused and (room := self.engine.room()):
             batch: dict[int, Job] = {}
             while len(batch) < room and (number := self._next()) is not None:
                 batch[number] = self.jobs[number]
             if not batch or self.signals:
                 self.waiting.extendleft(reversed(batch))
                 return
-            self.engine.submit(batch)
+            try:
+                self.engine.submit(batch)
+            except UserError as error:
+                if not self.given and not self.signals:
+                    raise
+                # What it has goes on; it is asked again when one of these jobs has ended.
+                self.refused = True
+                self.board.say(f"posx: {error}")
+                self.waiting.extendleft(reversed(batch))
+                return
             self.given |= batch.keys()
             for number in batch:
                 self.board.waits(number, "queued")
@@ -124,6 +134,7 @@ class Pool:
             self.board.say(f"{self.names[number]}: {message}")
         else:
             self.given.remove(number)
+            self.refused = False
             if isinstance(message, Lost):
                 self._lost(number, message.reason)
             elif message.outcome is not None:
@@ -151,7 +162,7 @@ class Pool:
         self._ended(number, Outcome("lost", f"{reason}{times}", code=1))
 
     def _mark(self, given: Job, status: str, reason: str) -> None:
-        with given.run.lock() as mine, suppress(UserError):
+        with suppress(UserError), given.run.lock() as mine:
             if mine:
                 job.mark(given.run, status, reason)
 

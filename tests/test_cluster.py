@@ -13,7 +13,9 @@ from test_train import assert_same_run, record
 
 from posx.engines import Begun, Done, Lost
 from posx.engines.remote import RemoteEngine
-from posx.job import Outcome
+from posx.errors import UserError
+from posx.job import Job, Outcome
+from posx.pool import Pool
 
 cluster = pytest.mark.cluster
 SLURM = ["hydra/launcher=slurm", "hydra.launcher.time=5", "hydra.launcher.mem=null"]
@@ -123,7 +125,7 @@ def test_a_wrong_ray_is_told_at_once(tmp_path: Path, word: str, told: str) -> No
     assert done.stderr.count("\n") == 1
 
 
-class Handless(RemoteEngine):
+class IdleEngine(RemoteEngine):
     """Nobody does the jobs."""
 
     ends: dict[int, Done | Lost]
@@ -141,9 +143,49 @@ class Handless(RemoteEngine):
         raise NotImplementedError
 
 
+class Refuses(IdleEngine):
+    """Takes one job at a time, and refuses the second one once."""
+
+    sent: tuple[int, ...] = ()
+    closed = False
+
+    def send(self, jobs):
+        self.sent += (*jobs,)
+        if self.sent == (0, 1):
+            raise UserError("the queue is full")
+        self.ends |= {number: Done(Outcome("finished", "well")) for number in jobs}
+        return dict.fromkeys(jobs, "handle")
+
+    def room(self):
+        return 1
+
+    def ended(self):
+        ends, self.ends = self.ends, {}
+        return ends
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_full_queue_ends_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("posx.engines.remote.READ_EVERY_S", 0)
+    monkeypatch.setattr("posx.pool.TICK_S", 0)
+    engine = Refuses(None, tmp_path / "jobs")
+    engine.ends = {}
+    pool = Pool(["a", "b", "c"], lambda number: Job(None, None, None, "", None, ()), engine, 0)
+    said: list[str] = []
+    monkeypatch.setattr(pool.board, "say", said.append)
+    monkeypatch.setattr(pool, "_keep", lambda path: None)  # the jobs have no runs
+    pool.run(tmp_path / "jobs.csv")
+    assert engine.sent == (0, 1, 1, 2)
+    assert engine.closed
+    assert "posx: the queue is full" in said
+    assert {each.state for each in pool.outcomes.values()} == {"finished"}
+
+
 def test_a_diary_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posx.engines.remote.READ_EVERY_S", 0)
-    engine = Handless(3, tmp_path)
+    engine = IdleEngine(3, tmp_path)
     engine.ends = {}
     engine.submit({0: None, 4: None})
     assert engine.room() == 1

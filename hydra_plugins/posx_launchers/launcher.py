@@ -58,7 +58,7 @@ class RayConf:
     _target_: str = f"{HERE}.RayLauncher"
     jobs: int | None = None  # given to the cluster at a time; None: 1000
     retries: int = 1
-    address: str | None = None  # of a cluster; None: RAY_ADDRESS, or one on this machine
+    address: str | None = None  # None: RAY_ADDRESS, or one on this machine, which is started
     num_cpus: float = 1
     num_gpus: float = 0
 

@@ -60,5 +60,5 @@ class Engine(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Leave nothing behind, after an error too; raises nothing."""
         ...

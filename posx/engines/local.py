@@ -69,7 +69,7 @@ class LocalEngine:
             raise UserError(f"hydra.launcher.jobs={jobs}: must be at least 1")
         self.size = jobs or usable_cores()
         self.workers: list[Worker] = []
-        self.begun: list[int] = []  # jobs that were given and not yet told of
+        self.unannounced: list[int] = []  # jobs that were given and not yet told of
 
     def room(self) -> int:
         """One at a time, so that the first job does not wait for the second one to be prepared."""
@@ -83,10 +83,10 @@ class LocalEngine:
                 idle = [Worker()]
                 self.workers += idle
             idle[0].give(number, given)
-            self.begun.append(number)
+            self.unannounced.append(number)
 
     def listen(self, seconds: float) -> Iterator[tuple[int, Message]]:
-        begun, self.begun = self.begun, []
+        begun, self.unannounced = self.unannounced, []
         for number in begun:
             yield number, Begun()
         pipes = {worker.pipe: worker for worker in self.workers}
@@ -111,6 +111,6 @@ class LocalEngine:
             worker.process.kill() if kill else worker.process.terminate()
 
     def close(self) -> None:
+        self.stop(kill=False)
         for worker in self.workers:
-            worker.process.terminate()
             worker.end()

@@ -5,6 +5,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ from posx.job import Job
 
 
 class RayEngine(RemoteEngine):
-    """At most `jobs` given to the cluster at `address`, or to one that is started on this machine
-    and ends with the sweep.
+    """At most `jobs` given to the cluster at `address`, or to the one that Ray finds (RAY_ADDRESS,
+    or one that was started on this machine), or to one that ends with the sweep.
 
     Raises:
         UserError: no Ray, or no cluster at the address.
@@ -41,7 +42,8 @@ class RayEngine(RemoteEngine):
                 logging_level=logging.ERROR,
                 runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}},
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except Exception as error:  # Ray has no class of its own for what can go wrong here
+            ray.shutdown()
             raise UserError(f"hydra/launcher=ray: {_line(error)}") from None
         self.ray = ray
 
@@ -50,7 +52,8 @@ class RayEngine(RemoteEngine):
 
     def ended(self) -> Mapping[int, Done | Lost]:
         handles = list(self.handles.values())
-        ready, _ = self.ray.wait(handles, num_returns=max(1, len(handles)), timeout=0)
+        done, _ = self.ray.wait(handles, num_returns=max(1, len(handles)), timeout=0)
+        ready = set(done)
         return {n: self._end(handle) for n, handle in self.handles.items() if handle in ready}
 
     def _end(self, handle: Any) -> Done | Lost:
@@ -66,7 +69,8 @@ class RayEngine(RemoteEngine):
             self.ray.cancel(handle, force=kill)
 
     def close(self) -> None:
-        self.stop(kill=True)
+        with suppress(Exception):  # a cluster that is gone
+            self.stop(kill=True)
         self.ray.shutdown()
 
 

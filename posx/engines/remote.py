@@ -73,6 +73,9 @@ class RemoteEngine(ABC):
 
     def submit(self, jobs: Mapping[int, Job]) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        for number in jobs.keys() - self.read.keys():
+            self.diary(number).unlink(missing_ok=True)  # of an earlier sweep in the same folder
+            self.read[number] = 0
         self.handles |= self.send({number: (jobs[number], self.diary(number)) for number in jobs})
 
     def listen(self, seconds: float) -> Iterator[tuple[int, Message]]:
@@ -97,12 +100,12 @@ class RemoteEngine(ABC):
         """What the diary of a job has got since the last look, whole lines only."""
         try:
             with self.diary(number).open("rb") as file:
-                file.seek(self.read.get(number, 0))
+                file.seek(self.read[number])
                 text = file.read()
         except OSError:
             return  # it has not begun
         whole = text[: text.rfind(b"\n") + 1]
-        self.read[number] = self.read.get(number, 0) + len(whole)
+        self.read[number] = self.read[number] + len(whole)
         for line in whole.splitlines():
             with suppress(ValueError, TypeError):  # two attempts at once, each half a line
                 entry = json.loads(line)

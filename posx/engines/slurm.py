@@ -20,6 +20,7 @@ from posx.job import SIGNALLED, Job, Outcome
 from posx.progress import say
 
 ASK_EVERY_S = 20.0  # for the state of the jobs
+GRACE_S = 15.0  # from the end of a job until its result is given up
 
 
 class Task:
@@ -63,16 +64,15 @@ class SlurmEngine(RemoteEngine):
             raise UserError(
                 "hydra/launcher=slurm needs submitit: pip install 'posx[slurm]'"
             ) from None
-        if shutil.which("sbatch") is None:
+        if shutil.which("sbatch") is None or shutil.which("srun") is None:
             raise UserError(
                 "hydra/launcher=slurm: no sbatch here; start it on a login node of Slurm"
             )
         logging.getLogger("submitit").setLevel(logging.ERROR)
-        asked = subprocess.run(["sacct", "-n", "-X"], capture_output=True, text=True, check=False)
-        if asked.returncode:
+        if (reason := _no_accounts()) is not None:
             say(
-                f"posx: sacct does not work here ({' '.join(asked.stderr.split())}): a job that is "
-                "killed will not be noticed; ctrl-C and the same command go on"
+                f"posx: sacct does not work here ({reason}): a job that is killed will not be "
+                "noticed; ctrl-C twice and the same command go on"
             )
         self.executor = submitit.SlurmExecutor(folder, max_num_timeout=max_num_timeout)
         given = {key: value for key, value in parameters.items() if value is not None}
@@ -81,7 +81,8 @@ class SlurmEngine(RemoteEngine):
         except (TypeError, ValueError) as error:
             raise UserError(f"hydra.launcher: {' '.join(str(error).split())}") from None
         self.asked = 0.0
-        self.cancelled = False
+        self.over: dict[int, float] = {}  # jobs that have ended and left no result: since when
+        self.cancelled = self.killed = False
 
     def send(self, jobs: Mapping[int, tuple[Job, Path]]) -> Mapping[int, Any]:
         from submitit.core.utils import FailedJobError, FailedSubmissionError
@@ -97,7 +98,21 @@ class SlurmEngine(RemoteEngine):
         if self.handles and (self.cancelled or time.monotonic() - self.asked > ASK_EVERY_S):
             self.asked = time.monotonic()
             next(iter(self.handles.values())).watcher.update()
-        return {n: self._end(handle) for n, handle in self.handles.items() if handle.done()}
+        now, ends = time.monotonic(), {}
+        for number, handle in self.handles.items():
+            if handle.paths.result_pickle.exists():
+                ends[number] = self._end(handle)
+            elif self.killed or handle.done():
+                # A result may take a while to be seen on this machine; submitit itself would wait
+                # for each in turn.
+                since = self.over.setdefault(number, now)
+                if self.cancelled or now - since > GRACE_S:
+                    told = f"ended as {handle.state}; its log is {handle.paths.stderr}"
+                    ends[number] = Lost(f"Slurm job {handle.job_id} {told}")
+                    _cancel([handle.job_id])  # should Slurm think better of it
+            else:
+                self.over.pop(number, None)
+        return ends
 
     def _end(self, handle: Any) -> Done | Lost:
         from submitit.core.utils import UncompletedJobError
@@ -107,14 +122,30 @@ class SlurmEngine(RemoteEngine):
         except UncompletedJobError as error:
             lines = str(error).split("\n")
             last = next((line for line in reversed(lines) if "not requeued" in line), "")
-            told = f"; {last.partition(': ')[2]}" if last else f"; its log is {handle.paths.stderr}"
-            return Lost(f"Slurm job {handle.job_id} ended as {handle.state}{told}")
+            told = last.partition(": ")[2] or f"failed; its log is {handle.paths.stderr}"
+            return Lost(f"Slurm job {handle.job_id}: {told}")
 
     def stop(self, kill: bool) -> None:
-        self.cancelled = True
-        how = ["--signal=KILL", "--full"] if kill else []
-        if names := [handle.job_id for handle in self.handles.values()]:
-            subprocess.run(["scancel", *how, *names], capture_output=True, check=False)
+        self.cancelled, self.killed = True, kill
+        names = [handle.job_id for handle in self.handles.values()]
+        if kill:  # plain scancel lets them save first
+            _cancel(["--signal=KILL", "--full", *names])
+        _cancel(names)
 
     def close(self) -> None:
         self.stop(kill=False)
+
+
+def _cancel(words: list[str]) -> None:
+    if words:
+        subprocess.run(["scancel", *words], capture_output=True, check=False)
+
+
+def _no_accounts() -> str | None:
+    """Why Slurm cannot say what became of a job, or None."""
+    words = ["sacct", "--noheader", "--allocations"]
+    try:
+        asked = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return " ".join(str(error).split())
+    return " ".join(asked.stderr.split()) if asked.returncode else None
