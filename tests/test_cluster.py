@@ -126,9 +126,13 @@ def test_a_wrong_ray_is_told_at_once(tmp_path: Path, word: str, told: str) -> No
 
 
 class IdleEngine(RemoteEngine):
-    """Nobody does the jobs."""
+    """Nobody does the jobs; they end as the test says."""
 
-    ends: dict[int, Done | Lost]
+    closed = False
+
+    def __init__(self, jobs, folder):
+        super().__init__(jobs, folder)
+        self.ends: dict[int, Done | Lost] = {}
 
     def send(self, jobs):
         return dict.fromkeys(jobs, "handle")
@@ -137,17 +141,16 @@ class IdleEngine(RemoteEngine):
         return self.ends
 
     def stop(self, kill):
-        raise NotImplementedError
+        self.ends = {number: Lost("stopped") for number in self.handles}
 
     def close(self):
-        raise NotImplementedError
+        self.closed = True
 
 
 class Refuses(IdleEngine):
     """Takes one job at a time, and refuses the second one once."""
 
     sent: tuple[int, ...] = ()
-    closed = False
 
     def send(self, jobs):
         self.sent += (*jobs,)
@@ -163,15 +166,11 @@ class Refuses(IdleEngine):
         ends, self.ends = self.ends, {}
         return ends
 
-    def close(self):
-        self.closed = True
-
 
 def test_a_full_queue_ends_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posx.engines.remote.READ_EVERY_S", 0)
     monkeypatch.setattr("posx.pool.TICK_S", 0)
     engine = Refuses(None, tmp_path / "jobs")
-    engine.ends = {}
     pool = Pool(["a", "b", "c"], lambda number: Job(None, None, None, "", None, ()), engine, 0)
     said: list[str] = []
     monkeypatch.setattr(pool.board, "say", said.append)
@@ -186,7 +185,6 @@ def test_a_full_queue_ends_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_diary_is_read_line_by_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("posx.engines.remote.READ_EVERY_S", 0)
     engine = IdleEngine(3, tmp_path)
-    engine.ends = {}
     engine.submit({0: None, 4: None})
     assert engine.room() == 1
     step = {"doing": "trains", "done": 3, "total": 9, "facts": {"loss": "0.5"}}

@@ -33,7 +33,7 @@ class LocalConf:
 
 @dataclass
 class SlurmConf:
-    """Besides the first three and the last but one, names and meanings are submitit's."""
+    """`jobs` and `retries` are as above; the others have submitit's names and meanings."""
 
     _target_: str = f"{HERE}.SlurmLauncher"
     jobs: int | None = None  # in the queue or running at a time; None: 1000

@@ -105,7 +105,7 @@ class RemoteEngine(ABC):
         except OSError:
             return  # it has not begun
         whole = text[: text.rfind(b"\n") + 1]
-        self.read[number] = self.read[number] + len(whole)
+        self.read[number] += len(whole)
         for line in whole.splitlines():
             with suppress(ValueError, TypeError):  # two attempts at once, each half a line
                 entry = json.loads(line)
