@@ -157,7 +157,7 @@ def train(
     ] = None,
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="Processes of a sweep. Default: the usable cores."),
+        typer.Option(min=1, help="Jobs of a sweep at a time. Default: one a usable core."),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only say what there is to do, and how long it takes.")
@@ -173,6 +173,7 @@ def train(
     posx train -m scheme=rope,alibi seed=0,1,2 --jobs 2
     posx train -m scheme=rope,alibi eval.lengths=[128,512]
     posx train -m +experiment=blog --dry-run
+    posx train -m +experiment=blog hydra/launcher=slurm
     posx train init=RUN train_len=256
     posx train scheme=mine --config-dir my_configs
     """
