@@ -1,5 +1,6 @@
 """Which runs a command line names: folders, or filters such as `scheme=rope,alibi`."""
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -7,14 +8,15 @@ from posx import catalog, runs
 from posx.errors import UserError
 from posx.lengths import looks_like as looks_like_lengths
 from posx.progress import say
-from posx.runs import Run
+from posx.runs import Record, Run
 
 YES_NO = {"true": "yes", "false": "no", "none": "", "null": ""}  # as the lists print them
 FILTERS = ("scheme", "task", "seed", "data_seed", "train_len", "status", "converged", "hash")
 
 
-def choose(words: list[str], results: Path) -> list[Run]:
-    """Runs by folder, or all in `results`, that match every key=value; a value may be a comma list.
+def choose(words: list[str], results: Path) -> dict[Run, Record]:
+    """Runs by folder, or all in `results`, that match every key=value, with their records; a value
+    may be a comma list.
 
     Raises:
         UserError: there is none, or a key or a value that no run has.
@@ -25,7 +27,8 @@ def choose(words: list[str], results: Path) -> list[Run]:
         if not word or not Path(word).exists():
             raise UserError(no_folder(word))
     if folders:
-        found, problems = [Run(Path(folder).absolute()) for folder in folders], []
+        named = [Run(Path(folder).absolute()) for folder in folders]
+        found, problems = {run: run.record() for run in named}, []
     else:
         found, problems = runs.find(results)
     for problem in problems:
@@ -35,19 +38,18 @@ def choose(words: list[str], results: Path) -> list[Run]:
             f"no runs in {results}: train one with `posx train scheme=rope`, or name another "
             "folder with --results-dir"
         )
-    records = [run.record() for run in found]
-    wanted = {key: _values(key, value, records) for key, value in filters.items()}
-    matching = [
-        run
-        for run, record in zip(found, records, strict=True)
+    wanted = {key: _values(key, value, found.values()) for key, value in filters.items()}
+    matching = {
+        run: record
+        for run, record in found.items()
         if all(shown(record[key]) in values for key, values in wanted.items())
-    ]
+    }
     if not matching:
         raise UserError(f"no run with {' and '.join(words)}: see all with `posx list run`")
     return matching
 
 
-def _values(key: str, text: str, records: list[dict[str, Any]]) -> set[str]:
+def _values(key: str, text: str, records: Collection[Record]) -> set[str]:
     """The values of a filter. One that no run has is said; when none is left it is an error."""
     if key not in FILTERS:
         raise UserError(

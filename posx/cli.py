@@ -287,6 +287,10 @@ def list_names(
     ],
     words: Words = None,
     fmt: Annotated[str, typer.Option("--format", help="table | csv | md")] = "table",
+    sort: Annotated[
+        str | None,
+        typer.Option(help="Columns to sort by, most important first; -COLUMN for descending."),
+    ] = None,
     cost: Annotated[
         bool,
         typer.Option("--cost", help="Measure schemes beside no positions: time and memory."),
@@ -302,11 +306,11 @@ def list_names(
     posx list scheme
     posx list scheme family=bias trainable=yes
     posx list scheme family=bias --cost
-    posx list run task=copy converged=yes
+    posx list run task=copy converged=yes --sort train_len,-accuracy
     """
     from posx import commands
 
-    commands.list_names(group, words or [], results, config_dir, cost, fmt)
+    commands.list_names(group, words or [], results, config_dir, cost, _names(sort), fmt)
 
 
 @app.command()

@@ -3,24 +3,19 @@
 Rows stay long, one fact a line; `summary` puts seeds together and `grids` makes wide tables.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from posx import stats
 from posx.catalog import nearest
 from posx.errors import UserError
-from posx.runs import EVAL_COLUMNS, Run
+from posx.index import evaluations, name_of
+from posx.runs import EVAL_COLUMNS, EVAL_DTYPES, Record, Run
 
-# Columns of eval.csv that say which evaluation a row is, or are text: no metric.
-_NOT_METRICS = {
-    *("scheme", "extension", "extension_keys", "task", "seed", "train_len", "length", "items"),
-    *("sequences", "eval_seed", "computes", "status", "reason", "chance", "verdict", "path"),
-}
-METRICS = [name for name in EVAL_COLUMNS if name not in _NOT_METRICS]
+METRICS = [name for name, kind in EVAL_DTYPES.items() if kind == "float64" and name != "chance"]
 SHARES = {  # the metrics from 0 to 1
     *(name for name in METRICS if name.startswith(("token_acc", "exact_match", "acc_"))),
     *("first_error", "skill", "generated_acc"),
@@ -42,7 +37,10 @@ class Collected:
 
 
 def collect(
-    runs: Sequence[Run], results_dir: Path, tasks: Sequence[str] = (), schemes: Sequence[str] = ()
+    runs: Mapping[Run, Record],
+    results_dir: Path,
+    tasks: Sequence[str] = (),
+    schemes: Sequence[str] = (),
 ) -> Collected:
     """Read the runs of these tasks and schemes; every row of their eval.csv is a row out.
 
@@ -53,25 +51,30 @@ def collect(
     Raises:
         UserError: a filter without a match, or no run that can be read.
     """
-    left_out: list[str] = []
-    records = _readable(runs, Run.record, left_out)
-    tables = _readable(select(records, tasks, schemes), _evaluations, left_out)
-    known = pd.DataFrame([_inventory(run, records[run], results_dir) for run in tables])
+    chosen = select(runs, tasks, schemes)
+    rows, broken = evaluations(chosen, results_dir)
+    left_out = [" ".join(text.split()).removeprefix(f"{results_dir}/") for text in broken.values()]
+    readable = [run for run in chosen if run not in broken]
+    if not readable:
+        raise UserError(f"no run can be read: {left_out[0]}")
+    known = pd.DataFrame([_inventory(run, runs[run], results_dir) for run in readable])
     # A command that spells out a default makes the same configuration: the shortest label will do.
-    known["label"] = known.groupby("group")["label"].transform(lambda labels: min(labels, key=len))
+    shortest: dict[str, str] = {}
+    for group, label in zip(known["group"], known["label"], strict=True):
+        shortest[group] = min(shortest.get(group, label), label, key=len)
+    known["label"] = known["group"].map(shortest)
     known["label"] = _distinct_labels(known)
-    rows = []
-    for run, table in zip(known.to_dict("records"), tables.values(), strict=True):
-        trained = all(row["verdict"] != "untrained" for row in table)
-        added = {name: run[name] for name in (*GROUP, "converged", "folder")}
-        rows += [{**row, **added, "trained": trained} for row in table]
+    of_run = known[[*GROUP, "converged", "folder"]]
+    untrained = rows.loc[rows["verdict"] == "untrained", "folder"].unique()
+    own = ["folder", *(name for name in EVAL_COLUMNS if name not in GROUP)]
+    rows = rows[own].merge(of_run, on="folder", how="left")
+    rows["trained"] = ~rows["folder"].isin(untrained)
     columns = [*EVAL_COLUMNS, "label", "group", "converged", "folder", "trained"]
-    frame = pd.DataFrame(rows, columns=columns).astype({"computes": bool, "trained": bool})
-    return Collected(known, frame, [text.removeprefix(f"{results_dir}/") for text in left_out])
+    return Collected(known, rows[columns], left_out)
 
 
 def select(
-    records: Mapping[Run, Mapping[str, Any]], tasks: Sequence[str], schemes: Sequence[str]
+    records: Mapping[Run, Record], tasks: Sequence[str], schemes: Sequence[str]
 ) -> list[Run]:
     """The runs of these tasks and these schemes (or variant labels); all where none are named.
 
@@ -109,49 +112,7 @@ def one_of(kind: str, given: str, allowed: Iterable[str]) -> None:
         raise UserError(f"unknown {kind} {given}{hint}; there is {', '.join(allowed)}")
 
 
-def _readable(
-    runs: Iterable[Run], read: Callable[[Run], Any], left_out: list[str]
-) -> dict[Run, Any]:
-    """What `read` finds in each run; of those where it cannot, the reason goes to `left_out`.
-
-    Raises:
-        UserError: it can in none.
-    """
-    found = {}
-    for run in runs:
-        try:
-            found[run] = read(run)
-        except UserError as error:
-            left_out.append(" ".join(str(error).split()))
-    if not found:
-        raise UserError(f"no run can be read: {left_out[0]}")
-    return found
-
-
-def _evaluations(run: Run) -> list[Row]:
-    """The rows of eval.csv.
-
-    Raises:
-        UserError: it cannot be read or is damaged.
-    """
-    table = run.table("eval")
-    numbers = ("train_len", "length", "sequences", "chance", *METRICS)
-    kinds = {name: dtype.kind for name, dtype in table.dtypes.items()}
-    damaged = [name for name in numbers if kinds[name] not in "iuf"]
-    damaged += [] if kinds["computes"] == "b" else ["computes"]
-    damaged += [] if table["verdict"].isin(stats.VERDICTS).all() else ["verdict"]
-    if len(table) and damaged:
-        raise UserError(
-            f"{run.folder / 'eval.csv'} is damaged ({', '.join(damaged)}); delete it and evaluate "
-            "the run again"
-        )
-    # to_dict takes ten times as long on the few rows of a run
-    columns = [table[name].tolist() for name in EVAL_COLUMNS]
-    return [dict(zip(EVAL_COLUMNS, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
-def _inventory(run: Run, record: Mapping[str, Any], results_dir: Path) -> Row:
-    below = run.folder.is_relative_to(results_dir)
+def _inventory(run: Run, record: Record, results_dir: Path) -> Row:
     return {
         "task": record["task"],
         "train_len": record["train_len"],
@@ -163,11 +124,11 @@ def _inventory(run: Run, record: Mapping[str, Any], results_dir: Path) -> Row:
         "run_reason": record.get("reason") or "",
         "converged": record.get("converged") is True,
         "steps": record.get("steps"),
-        "folder": str(run.folder.relative_to(results_dir) if below else run.folder),
+        "folder": name_of(run, results_dir),
     }
 
 
-def _label(record: Mapping[str, Any]) -> str:
+def _label(record: Record) -> str:
     return record.get("label") or record["scheme"]
 
 

@@ -1,5 +1,6 @@
 """The verbs: each turns a command line into calls of the modules below."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from posx.choose import choose, no_folder, shown
 from posx.errors import RunFailed, UserError
 from posx.lengths import parse as parse_lengths
 from posx.progress import say
-from posx.runs import Run
+from posx.runs import Record, Run
 
 
 def train(words: list[str], jobs: int | None, dry: bool) -> None:
@@ -49,7 +50,8 @@ def evaluate(
         build.make_extension(build.load_yaml(catalog.find("extension", name, extra)))
         for name in extensions
     ]
-    chosen = [run for run in choose(words, results) if run.record()["status"] == "finished"]
+    found = choose(words, results)
+    chosen = [run for run, record in found.items() if record["status"] == "finished"]
     if not chosen:
         raise UserError(
             f"no finished run {_with(words)}in {results}: see all with `posx list run`, train one "
@@ -89,7 +91,13 @@ def report(words: list[str], results: Path, **options: Any) -> None:
 
 
 def list_names(
-    group: str, words: list[str], results: Path, extra: Path | None, cost: bool, fmt: str
+    group: str,
+    words: list[str],
+    results: Path,
+    extra: Path | None,
+    cost: bool,
+    sort: list[str],
+    fmt: str,
 ) -> None:
     """One line for each scheme, task, extension, model or run; with `cost` what schemes cost."""
     from posx.display import LISTS, print_rows
@@ -99,10 +107,32 @@ def list_names(
     if cost and group != "scheme":
         raise UserError(f"--cost measures schemes: `posx list scheme --cost`, not {group}")
     if group == "run":
-        rows = [_run_line(run) for run in choose(words, results)]
+        rows = [_run_line(run, record) for run, record in choose(words, results).items()]
     else:
         rows = _names(group, words, extra, cost)
+    for key in reversed(sort):  # a stable sort each, the most important last
+        rows = _sorted(rows, key)
     print_rows(rows, below=("card", "run", "changes", "reason"), fmt=fmt)
+
+
+def _sorted(rows: list[dict[str, str]], key: str) -> list[dict[str, str]]:
+    """Rows by the column `key`, or downwards by `-key`; numbers by size, empty cells last.
+
+    Raises:
+        UserError: there is no such column.
+    """
+    column = key.removeprefix("-")
+    if column not in rows[0]:
+        raise UserError(
+            f"cannot sort by {column!r}{catalog.nearest(column, rows[0])}: use {', '.join(rows[0])}"
+        )
+
+    def parts(row: dict[str, str]) -> list[str | float]:
+        pieces = re.split(r"(\d+(?:\.\d+)?)", row[column])  # text and numbers in turns
+        return [float(piece) if number % 2 else piece for number, piece in enumerate(pieces)]
+
+    filled = sorted((row for row in rows if row[column]), key=parts, reverse=key != column)
+    return filled + [row for row in rows if not row[column]]
 
 
 def _names(group: str, words: list[str], extra: Path | None, cost: bool) -> list[dict[str, str]]:
@@ -224,8 +254,7 @@ def _check_words(words: list[str]) -> dict[str, str]:
     return chosen
 
 
-def _run_line(run: Run) -> dict[str, str]:
-    record = run.record()
+def _run_line(run: Run, record: Record) -> dict[str, str]:
     found = record.get("check") or {}
     return {
         "task": record["task"],

@@ -7,8 +7,17 @@ import pandas as pd
 
 from posx import stats
 from posx.collect import SHARES, WITH_CHANCE, Collected, Row
-from posx.summary import CURVE, cells, curve_name, grouped, summarise
+from posx.summary import (
+    CURVE,
+    cells,
+    curve_name,
+    evaluations,
+    grouped,
+    records,
+    summarise,
+)
 
+TABLE = ["task", "train_len"]  # a table each
 MARKS = {"performs": "P", "degrades": "D", "fails": "F", "untrained": "U", "cannot": "X"}
 NA = "n/a"
 LEGEND = (
@@ -62,16 +71,16 @@ class Grid:
 
 def grids(data: Collected, metric: str = "token_acc") -> list[Grid]:
     """The two tables of each (task, train_len): the metric by length, and the summary numbers."""
-    summary = summarise(data.rows, data.runs).sort_values(
+    rows = evaluations(data, metric)
+    summary = summarise(rows, data.runs).sort_values(
         ["task", "train_len", "aulc", "label", "extension"],
         ascending=[True, True, False, True, True],
         na_position="last",
     )
-    measured = grouped(cells(data.rows, metric).to_dict("records"), CURVE)
+    table = cells(rows, metric)
+    measured = grouped(records(table, table), CURVE)
     found = []
-    for (task, train_len), curves in grouped(
-        summary.to_dict("records"), ["task", "train_len"]
-    ).items():
+    for (task, train_len), curves in grouped(records(summary, summary), TABLE).items():
         title = f"{task}, train_len {train_len}"
         both = [(curve, measured.get(tuple(curve[name] for name in CURVE), [])) for curve in curves]
         found.append(_length_grid(title, both, train_len, metric))
@@ -85,14 +94,15 @@ def loose_ends(data: Collected) -> list[str]:
     each length at which runs saw different sequences."""
     evaluated = set(data.rows["folder"])
     found = []
-    for run in data.runs.to_dict("records"):
+    for run in records(data.runs, data.runs):
         state = [] if run["run_status"] == "finished" else [run["run_status"]]
         state += [] if run["folder"] in evaluated else ["not evaluated"]
         if state:
             reason = f": {run['run_reason']}" if run["run_reason"] else ""
             found.append(f"{', '.join(state)}: {run['folder']}{reason}")
-    for (task, length), rows in grouped(data.rows.to_dict("records"), ["task", "length"]).items():
-        if len({(row["eval_seed"], row["sequences"]) for row in rows}) > 1:
+    draws = data.rows[["task", "length", "eval_seed", "sequences"]].drop_duplicates()
+    for (task, length), several in draws.groupby(["task", "length"]):
+        if len(several) > 1:
             found.append(
                 f"{task} at {length} tokens: not all cells are of the same sequences; see "
                 "eval_seed and sequences in eval.csv, and `posx eval --again`"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from posx.collect import SHARES, WITH_CHANCE
+from posx.collect import SHARES, WITH_CHANCE, Collected
 from posx.errors import UserError
 from posx.runs import write_atomic
-from posx.summary import cells, curve_name
+from posx.summary import cells, curve_name, evaluations
 
 SUFFIXES = (".png", ".svg", ".pdf")
 
@@ -21,7 +21,7 @@ _MARKERS = "osD^vP*<>Xph8"
 _DASHES = ("-", "--", "-.")
 
 
-def draw(rows: pd.DataFrame, path: Path, metric: str = "token_acc") -> None:
+def draw(data: Collected, path: Path, metric: str = "token_acc") -> None:
     """Draw the metric against length, one panel a (task, train_len), one line a curve.
 
     Raises:
@@ -33,9 +33,9 @@ def draw(rows: pd.DataFrame, path: Path, metric: str = "token_acc") -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise UserError("posx report --plot needs matplotlib: pip install 'posx[plot]'") from None
-    if rows.empty:
+    if data.rows.empty:
         raise UserError("there is nothing to draw: no run here is evaluated, see `posx eval`")
-    table = cells(rows, metric)
+    table = cells(evaluations(data, metric), metric)
     table["name"] = [_plot_name(curve) for curve in table.to_dict("records")]
     panels = sorted(set(zip(table["task"], table["train_len"], strict=True)))
     columns = min(len(panels), 3)
@@ -53,9 +53,9 @@ def draw(rows: pd.DataFrame, path: Path, metric: str = "token_acc") -> None:
     for axis in axes[len(panels) :]:
         axis.remove()
     _legend(figure, names, legend_columns, metric)
-    data = io.BytesIO()
-    figure.savefig(data, format=path.suffix[1:].lower())
-    write_atomic(path, lambda file: file.write(data.getbuffer()))
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:].lower())
+    write_atomic(path, lambda file: file.write(image.getbuffer()))
 
 
 def _plot_name(curve: dict[str, Any]) -> str:

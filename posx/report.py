@@ -1,6 +1,6 @@
 """Compare runs: read them, and print, write or draw what they say."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -11,13 +11,13 @@ from posx.export import LONG_FORMATS, export
 from posx.plot import draw
 from posx.progress import say
 from posx.render import encodable, render, rendered
-from posx.runs import Run, write_atomic
+from posx.runs import Record, Run, write_atomic
 
 FORMATS = ("table", "csv", "md", "latex", "json", "html")
 
 
 def report(
-    runs: Sequence[Run],
+    runs: Mapping[Run, Record],
     results_dir: Path,
     *,
     metric: str = "token_acc",
@@ -28,7 +28,8 @@ def report(
     plot: Path | None = None,
     console: Console | None = None,
 ) -> list[Path]:
-    """Print or write the comparison of `runs` and draw it where `plot` is given.
+    """Print or write the comparison of `runs`, as `runs.find` gives them, and draw it where `plot`
+    is given.
 
     A run that cannot be read does not stop the others: it is named below the tables, and on stderr
     by the formats that have no place for it.
@@ -51,7 +52,7 @@ def report(
             say(f"posx: left out: {reason}")
     written = []
     if plot is not None:
-        draw(data.rows, plot, metric)
+        draw(data, plot, metric)
         written.append(plot)
     if output is not None:
         text = _text(data, metric, fmt, console.width)

@@ -91,6 +91,15 @@ EVAL_COLUMNS = {
     "path": "how attention was computed below the top layer",
 }
 
+_TEXT = {"scheme", "extension", "extension_keys", "task", "status", "reason", "verdict", "path"}
+_COUNTS = {"seed", "train_len", "length", "items", "sequences", "eval_seed"}
+EVAL_DTYPES = {
+    column: "object" if column in _TEXT else "int64" if column in _COUNTS else "float64"
+    for column in EVAL_COLUMNS
+} | {"computes": "bool"}
+
+Record = dict[str, Any]  # of run.json
+
 
 @dataclass(frozen=True)
 class Run:
@@ -103,7 +112,7 @@ class Run:
 
     # -- the record ------------------------------------------------------------------------------
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> Record:
         """run.json as a dict.
 
         Raises:
@@ -161,15 +170,21 @@ class Run:
             return pd.DataFrame(columns=list(columns))
         try:
             # "none" is a value here and an empty cell is missing: pandas' own list has both.
-            table = pd.read_csv(path, keep_default_na=False, na_values=[""])
+            table = pd.read_csv(
+                path, keep_default_na=False, na_values=[""], dtype=dict.fromkeys(_TEXT, object)
+            )
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read ({error}); {again}") from None
         if missing := [column for column in columns if column not in table]:
             raise UserError(f"{path} lacks the columns {', '.join(missing)}; {again}")
-        index = {"train": "step", "eval": "length"}[name]
-        whole = path.read_bytes().endswith(b"\n")
-        if not whole or not (pd.api.types.is_integer_dtype(table[index]) or table.empty):
-            raise UserError(f"{path} is cut short or was changed; {again}")
+        if not path.read_bytes().endswith(b"\n"):
+            raise UserError(f"{path} is cut short; {again}")
+        allowed = dict.fromkeys(_TEXT, "O") | dict.fromkeys((*_COUNTS, "step"), "i")
+        allowed["computes"] = "b"
+        kinds = {column: kind.kind for column, kind in table.dtypes.items()}
+        damaged = [name for name in columns if kinds[name] not in allowed.get(name, "if")]
+        if damaged and len(table):
+            raise UserError(f"{path} is damaged ({', '.join(damaged)}); {again}")
         return table
 
     def write_table(self, name: str, table: "pd.DataFrame") -> None:
@@ -258,22 +273,25 @@ def folder_of(results: Path, task: str, scheme: str, seed: int, digest: str) -> 
     return results / "runs" / task / scheme / f"seed{seed}-{digest[:8]}"
 
 
-def find(results: Path) -> tuple[list[Run], list[str]]:
-    """All readable runs below `results`, sorted by folder, and a sentence for each other one."""
-    runs, problems = [], []
+def find(results: Path) -> tuple[dict[Run, Record], list[str]]:
+    """All readable runs below `results` with their records, sorted by folder, and a sentence for
+    each other one."""
+    records, problems = {}, []
     for folder in sorted((results / "runs").glob("*/*/seed*")):
-        if not folder.is_dir():
-            continue  # somebody's notes
-        if all(path.name.startswith((".lock", ".lease.")) for path in folder.iterdir()):
-            continue  # refused or killed before anything was written
         run = Run(folder)
         try:
-            run.record()
+            records[run] = run.record()
         except UserError as error:
-            problems.append(str(error))
-        else:
-            runs.append(run)
-    return runs, problems
+            if not _holds_nothing(folder):
+                problems.append(str(error))
+    return records, problems
+
+
+def _holds_nothing(folder: Path) -> bool:
+    """Somebody's notes, or a run that was refused or killed before anything was written."""
+    return not folder.is_dir() or all(
+        path.name.startswith((".lock", ".lease.")) for path in folder.iterdir()
+    )
 
 
 def make_folder(folder: Path) -> None:

@@ -6,6 +6,7 @@ eval.csv and are always selected by their `length`, never by their place in a li
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,8 +83,8 @@ def pool(rows: Iterable[Row]) -> tuple[float, float, float]:
     size of its own interval, so a design effect found there stays in force.
     """
     rows = list(rows)
-    weights = [float(row["sequences"]) for row in rows]
-    acc = float(np.average([row["token_acc"] for row in rows], weights=weights))
+    n = sum(row["sequences"] for row in rows)
+    acc = math.fsum(row["sequences"] * row["token_acc"] for row in rows) / n
     size = sum(n_behind(row["token_acc"], row["token_acc_lo"], row["token_acc_hi"]) for row in rows)
     if math.isinf(size):
         return acc, acc, acc
@@ -177,14 +178,18 @@ def aulc(rows: Iterable[Row], train_len: int) -> float:
     train_len was not evaluated or nothing at 8x or beyond was: a part is not the whole.
     """
     rows = _from(rows, train_len)
-    octaves = np.array([math.log2(row["length"] / train_len) for row in rows])
+    octaves = [math.log2(row["length"] / train_len) for row in rows]
     if not rows or octaves[0] != 0 or octaves[-1] < AULC_OCTAVES:
         return math.nan
-    skills = [np.clip(float(row["skill"]), 0, 1) if row["computes"] else 0.0 for row in rows]
-    inside = octaves < AULC_OCTAVES
-    x = np.append(octaves[inside], AULC_OCTAVES)
-    y = np.interp(x, octaves, skills)
-    return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2) / AULC_OCTAVES)
+    skills = [min(max(row["skill"], 0.0), 1.0) if row["computes"] else 0.0 for row in rows]
+    area = 0.0
+    for (left, right), (before, after) in zip(pairwise(octaves), pairwise(skills), strict=True):
+        if right > AULC_OCTAVES:  # the line up to the end
+            after = before + (after - before) / (right - left) * (AULC_OCTAVES - left)
+            right = AULC_OCTAVES
+        if left < AULC_OCTAVES:
+            area += (right - left) * (before + after) / 2
+    return area / AULC_OCTAVES
 
 
 def _from(rows: Iterable[Row], train_len: int) -> list[Row]:

@@ -91,8 +91,8 @@ def dry_run(words: list[str], workers: int | None) -> None:
 def _time(ahead: list[dict[str, Any]], results: Path, workers: int) -> str:
     """How long training takes, from what finished runs took: those alike, else those of the same
     task and length, else all."""
-    finished = [run.record() for run in runs.find(results)[0]]
-    finished = [record for record in finished if record["status"] == "finished"]
+    records = runs.find(results)[0].values()
+    finished = [record for record in records if record["status"] == "finished"]
     if not finished:
         return f"time: not known, as no run in {results} is finished"
     total, used = 0.0, Counter[str]()

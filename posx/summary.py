@@ -6,7 +6,9 @@ is dropped, and what they do at longer lengths does not count for or against the
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from operator import itemgetter
 from statistics import fmean, mode
 from typing import Any
 
@@ -17,15 +19,24 @@ from posx.collect import GROUP, Collected, Row
 from posx.runs import NO_EXTENSION
 
 CURVE = [*GROUP, "extension"]
+_USED = (  # columns of an evaluation that the numbers here are made from, beside the metric
+    *(*CURVE, "trained", "length", "folder", "computes", "status", "verdict", "chance", "skill"),
+    *("sequences", "token_acc", "token_acc_lo", "token_acc_hi"),
+)
 
 
-def cells(rows: pd.DataFrame, metric: str = "token_acc") -> pd.DataFrame:
+def evaluations(data: Collected, metric: str) -> list[Row]:
+    """What `cells` and `summarise` are made from."""
+    return records(data.rows, {*_USED, metric})
+
+
+def cells(rows: list[Row], metric: str = "token_acc") -> pd.DataFrame:
     """One row a (curve, trained or not, length): the metric over seeds, and both verdicts.
 
     min and max are empty with one seed: one value has no spread.
     """
     at = [*CURVE, "trained", "length"]
-    parts = grouped(rows.to_dict("records"), at)
+    parts = grouped(rows, at)
     found = [dict(zip(at, key, strict=True)) | _cell(part, metric) for key, part in parts.items()]
     columns = [*at, "n_seeds", "n_computing", "mean", "min", "max"]
     columns += ["chance", "verdict", "verdict_worst", "status"]
@@ -56,16 +67,16 @@ def _pooled_verdict(part: list[Row]) -> str:
     return stats.verdict(True, lo, skill_hi, all(row["trained"] for row in good))
 
 
-def summarise(rows: pd.DataFrame, known: pd.DataFrame) -> pd.DataFrame:
+def summarise(rows: list[Row], known: pd.DataFrame) -> pd.DataFrame:
     """One row a (task, label, group, train_len, extension): seed counts and the summary numbers.
 
     performs_to and the factor are of the pooled seeds, with the worst seed's beside them. They, the
     effective length and AULC are over the seeds that learned train_len, and empty without one; a
     min and max is empty with one.
     """
-    evaluated = grouped(rows.to_dict("records"), GROUP)
+    evaluated = grouped(rows, GROUP)
     found = []
-    for key, runs in grouped(known.to_dict("records"), GROUP).items():
+    for key, runs in grouped(records(known, known), GROUP).items():
         curves = grouped(evaluated.get(key, []), ["extension"]) or {(NO_EXTENSION,): []}
         for (extension,), curve in curves.items():
             group = dict(zip(CURVE, (*key, extension), strict=True))
@@ -119,8 +130,9 @@ def long(data: Collected, metric: str) -> pd.DataFrame:
 
     A group that was never evaluated has one row without a length.
     """
-    table = cells(data.rows, metric).assign(metric=metric)
-    frame = summarise(data.rows, data.runs).merge(table, on=CURVE, how="left")
+    rows = evaluations(data, metric)
+    table = cells(rows, metric).assign(metric=metric)
+    frame = summarise(rows, data.runs).merge(table, on=CURVE, how="left")
     first = [*CURVE, "trained", "length", "metric"]
     measured = [name for name in table if name not in first]
     ordered = [*first, *measured, *[name for name in frame if name not in (*first, *measured)]]
@@ -134,21 +146,29 @@ def curve_name(curve: Mapping[str, Any]) -> str:
     return curve["label"] if extension == NO_EXTENSION else f"{curve['label']} + {extension}"
 
 
+def records(frame: pd.DataFrame, columns: Iterable[str]) -> list[Row]:
+    """These columns of a frame as one dict a row; to_dict takes three times as long."""
+    columns = [*columns]
+    values = (frame[name].tolist() for name in columns)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*values, strict=True)]
+
+
 def grouped(rows: Iterable[Row], by: Sequence[str]) -> dict[tuple[Any, ...], list[Row]]:
     """Rows by their values of the columns `by`, in the order of these.
 
     Plain dicts, because groupby takes longer to slice a frame into a thousand parts of three rows
     than all the arithmetic on them.
     """
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    key = itemgetter(*by, by[0])  # of one column alone it would be no tuple
     for row in rows:
-        found.setdefault(tuple(row[name] for name in by), []).append(row)
-    return dict(sorted(found.items()))
+        found[key(row)].append(row)
+    return {key[:-1]: found[key] for key in sorted(found)}
 
 
 def _spread(values: Iterable[float], mean: str, low: str, high: str) -> dict[str, float]:
     """Mean, min and max of a value over seeds; min and max only where there are several."""
-    known = [float(value) for value in values if not pd.isna(value)]
+    known = _known(values)
     several = len(known) > 1
     return {
         mean: fmean(known) if known else math.nan,
@@ -158,5 +178,10 @@ def _spread(values: Iterable[float], mean: str, low: str, high: str) -> dict[str
 
 
 def _mean(values: Iterable[float]) -> float:
-    known = [value for value in values if not pd.isna(value)]
+    known = _known(values)
     return fmean(known) if known else math.nan
+
+
+def _known(values: Iterable[float | None]) -> list[float]:
+    """Those that are there: an empty cell is None or NaN."""
+    return [float(value) for value in values if value is not None and value == value]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import QUICK, run_posx
+from test_report import make_run
 from typer.testing import CliRunner
 
 from posx import catalog
@@ -119,6 +120,39 @@ def test_lists_in_other_formats(tmp_path: Path) -> None:
     assert lines[:2] == ["| name | card |", "| --- | --- |"]
     done = run_posx(tmp_path, "list", "task", "--format", "html", code=2)
     assert done.stderr == "posx: --format html is not known: use table, csv, md\n"
+
+
+def test_lists_are_sorted(tmp_path: Path) -> None:
+    accuracies = {"rope": (0.9, 1.0), "alibi": (0.05, 0.9)}
+    for scheme, values in accuracies.items():
+        for seed, acc in enumerate(values):
+            steps = 10 ** (seed + 2)
+            found = {"check": {"token_acc": acc}, "steps": steps}
+            make_run(tmp_path, scheme, {}, seed=seed, **found)
+    make_run(tmp_path, "nope", {}, status="failed")
+
+    def order(keys: str) -> list[tuple[str, ...]]:
+        words = ("list", "run", "--results-dir", str(tmp_path), "--sort", keys, "--format", "csv")
+        rows = csv.DictReader(run_posx(tmp_path, *words).stdout.splitlines())
+        return [(row["scheme"], row["seed"]) for row in rows]
+
+    rope, alibi, nope = (
+        [("rope", "0"), ("rope", "1")],
+        [("alibi", "0"), ("alibi", "1")],
+        ("nope", "0"),
+    )
+    assert order("-accuracy") == [
+        rope[1],
+        alibi[1],
+        rope[0],
+        alibi[0],
+        nope,
+    ]  # equal ones as before
+    assert order("accuracy") == [alibi[0], alibi[1], rope[0], rope[1], nope]
+    assert order("-scheme,steps") == [*rope, nope, *alibi]
+    assert order("steps,-seed")[:2] == [alibi[0], rope[0]]
+    done = run_posx(tmp_path, "list", "task", "--sort", "names", code=2)
+    assert done.stderr == "posx: cannot sort by 'names' (did you mean 'name'?): use name, card\n"
 
 
 def test_costs_are_listed_beside_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,4 +89,4 @@ def test_a_run_killed_before_its_first_file_is_no_run(tmp_path):
     folder.mkdir(parents=True)
     for name in (".lock", ".lease.3"):
         (folder / name).touch()
-    assert find(tmp_path) == ([], [])
+    assert find(tmp_path) == ({}, [])

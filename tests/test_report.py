@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from posx import plot, render, report, stats, summary
+from posx.choose import choose
 from posx.collect import METRICS, collect
 from posx.errors import UserError
 from posx.grids import CAVEAT, LEGEND, SUMMARY_LEGEND, loose_ends
@@ -101,11 +102,11 @@ N_ROWS = 6 * 3 + 12 + 6 + 12 + 6 + 3
 def load(root):
     """The runs below `root`, by their inventory and their rows."""
     data = collect(runs_of(root), root)
-    return data.runs, data.rows
+    return data.runs, summary.records(data.rows, data.rows)
 
 
 def runs_of(root):
-    return [Run(path.parent) for path in sorted(root.rglob("run.json"))]
+    return find(root)[0]
 
 
 def printed(root, width, **options):
@@ -136,7 +137,8 @@ def test_every_row_in_is_a_row_out(results):
     assert len(known) == 11
     assert len(rows) == N_ROWS
     for metric in ("token_acc", "peak_mb"):
-        assert summary.cells(rows, metric)["n_seeds"].sum() == N_ROWS
+        table = summary.cells(summary.evaluations(data, metric), metric)
+        assert table["n_seeds"].sum() == N_ROWS
     long = summary.long(data, "token_acc")
     assert long["n_seeds"].sum() == N_ROWS
     assert set(long["label"]) == set(known["label"])
@@ -475,10 +477,9 @@ def test_markup_in_a_label_is_text(tmp_path):
 
 
 def damage(run, how):
-    path = run.folder / ("run.json" if how == "no record" else "eval.csv")
+    path = run.folder / "eval.csv"
     text = path.read_text()
     changed = {
-        "no record": "{",
         "cut within a row": text[: len(text) * 2 // 3],
         "more fields": text + "1,2\n" + "," * 99 + "\n",
         "another header": text.replace("token_acc,", "accuracy,", 1),
@@ -490,7 +491,7 @@ def damage(run, how):
     path.write_text(changed[how])
 
 
-DAMAGES = ["no record", "cut within a row", "more fields", "another header", "no text", "empty"]
+DAMAGES = ["cut within a row", "more fields", "another header", "no text", "empty"]
 DAMAGES += ["another verdict", "words for numbers"]
 
 
@@ -525,8 +526,8 @@ def test_a_broken_run_of_another_task_is_not_read(tmp_path):
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path):
-    run = make_run(tmp_path, "alibi", flat(1.0))
-    assert len(collect([run, Run(run.folder)], tmp_path).runs) == 1
+    folder = str(make_run(tmp_path, "alibi", flat(1.0)).folder)
+    assert len(collect(choose([folder, f"{folder}/"], tmp_path), tmp_path).runs) == 1
 
 
 # -- metrics and filters -------------------------------------------------------------------------
@@ -577,7 +578,7 @@ def test_filters_without_a_match_say_what_exists(results):
 
 def test_no_runs(tmp_path):
     with pytest.raises(UserError, match=r"no runs in .*: train one with `posx train scheme=rope`"):
-        report.report([], tmp_path)
+        report.report({}, tmp_path)
 
 
 # -- files ---------------------------------------------------------------------------------------
@@ -688,8 +689,8 @@ def test_plot_files(results, tmp_path, suffix, magic):
 def test_plot_has_every_curve_by_name(results, tmp_path):
     root = shutil.copytree(results, tmp_path / "more")
     make_run(root, "rope", flat(0.97), label="rope a$b$c")
-    _, rows = load(root)
-    plot.draw(rows, tmp_path / "curves.svg")
+    data = collect(runs_of(root), root)
+    plot.draw(data, tmp_path / "curves.svg")
     text = (tmp_path / "curves.svg").read_text("utf-8")  # letters are paths, with the text beside
     names = ["rope", "rope scheme.base=100", "rope scheme.base=100 +", "learned", "nope", "alibi"]
     names += ["nope (untrained)", "hard_alibi scheme.window=16", "rope a", "chance"]
@@ -699,8 +700,8 @@ def test_plot_has_every_curve_by_name(results, tmp_path):
 
 
 def test_a_plot_of_another_metric(results, tmp_path):
-    _, rows = load(results)
-    plot.draw(rows, tmp_path / "a.svg", "peak_mb")
+    data = collect(runs_of(results), results)
+    plot.draw(data, tmp_path / "a.svg", "peak_mb")
     text = (tmp_path / "a.svg").read_text("utf-8")
     assert "<!-- peak_mb -->" in text
     assert "<!-- chance -->" not in text
@@ -728,7 +729,7 @@ def test_one_configuration_is_one_row_however_its_command_was_written(tmp_path):
     for seed, label in enumerate(("rope", "rope scheme.base=10000")):
         make_run(tmp_path, "rope", {64: 1.0, 128: 0.5}, seed=seed, group="one", label=label)
     data = collect(find(tmp_path)[0], tmp_path)
-    table = summary.summarise(data.rows, data.runs)
+    table = summary.summarise(summary.evaluations(data, "token_acc"), data.runs)
     assert list(table["label"]) == ["rope"]
     assert list(table["n_started"]) == [2]
 
