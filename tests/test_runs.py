@@ -114,7 +114,8 @@ def job(seed):
         run.write_config("seed: 0")
         run.write_record(record | {"status": "running"})
         for length in range(1, 6):
-            row = dict.fromkeys(EVAL_COLUMNS, os.getpid()) | {"seed": seed, "length": length}
+            row = dict.fromkeys(EVAL_COLUMNS, os.getpid())
+            row |= {"seed": seed, "length": length, "computes": True}
             table = run.table("eval").to_dict("records")
             run.write_table("eval", pd.DataFrame([*table, row]))
         run.write_record(record | {"status": "finished"})
